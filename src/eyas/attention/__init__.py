@@ -1,0 +1,42 @@
+"""Attention: the protocols, and the factory of paged backends.
+
+A paged backend is bound to a KV pool. `begin(batch)` prepares one forward pass without a host
+sync and returns the `Attend` that every layer of the pass calls. Networks know `Attend` alone.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from eyas.batch import ForwardBatch
+from eyas.kv.pool import KVPool
+
+
+class Attend(Protocol):
+    """Attention of one pass, bound to its batch."""
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Keep `k`, `v` and attend.
+
+        q float32 [T', H, D] and k float32 [T', Hkv, D], rotated; v [T', Hkv, D] in the model's
+        dtype. Rows past the batch's T are padding. Returns [T', H * D] in v's dtype, with zeros in
+        padding rows.
+        """
+
+
+class PagedAttention(Protocol):
+    """Attention over a paged pool."""
+
+    def begin(self, batch: ForwardBatch) -> Attend:
+        """Prepare a pass over `batch`."""
+
+
+def paged_attention(pool: KVPool) -> PagedAttention:
+    """The backend for a pool on its device."""
+    from eyas.attention.reference import ReferenceAttention
+
+    return ReferenceAttention(pool)

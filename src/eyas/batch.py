@@ -1,0 +1,97 @@
+"""What passes between scheduler, runner and model: plans, batches, results.
+
+`StepPlan` holds integers the scheduler chose; `ForwardBatch` holds the tensors of one forward;
+`StepResult` holds what a step drew. None of them is changed downstream.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+
+class ForwardMode(enum.Enum):
+    """Kinds of forward pass; the names are SGLang's."""
+
+    EXTEND = "extend"
+    DECODE = "decode"
+    TARGET_VERIFY = "target_verify"
+    DRAFT_DECODE = "draft_decode"
+    DRAFT_EXTEND = "draft_extend"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """New tokens, their positions, and who sees whom; T = B * N rows, request by request.
+
+    Row n of a request is written at KV index `prefix_lens + tail_offset + n` and sees KV indices
+    below `prefix_lens`, plus index `prefix_lens + j` for every set bit j of its ancestor mask.
+    Without masks the new tokens are plainly causal.
+    """
+
+    mode: ForwardMode
+    tokens: torch.Tensor
+    """int64[T]: token ids."""
+    positions: torch.Tensor
+    """int64[T]: rotary positions."""
+    prefix_lens: torch.Tensor
+    """int64[B]: committed KV length of each request."""
+    page_table: torch.Tensor
+    """int64[B, P]: pages of each request in order; covers `max_kv_len`."""
+    num_new: int
+    """N: new tokens per request."""
+    max_kv_len: int
+    """Host upper bound of prefix + tail over the batch."""
+    ancestors: torch.Tensor | None = None
+    """int64[T]: ancestor bits over the tail, own bit included; None: causal."""
+    tail_offset: int = 0
+    """Where in the tail the new rows start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """A run of prompt tokens `[start, end)` of the request in `slot`."""
+
+    request_id: int
+    slot: int
+    start: int
+    end: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CycleShape:
+    """All that fixes the tensor shapes and the branches of one cycle: a graph's key."""
+
+    num_requests: int
+    num_nodes: int
+    max_kv_len: int
+    sampled: bool
+    filtered: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step: prompt chunks to prefill, then one cycle over `slots`."""
+
+    chunks: tuple[PrefillChunk, ...]
+    request_ids: tuple[int, ...]
+    slots: tuple[int, ...]
+    shape: CycleShape | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to run."""
+        return not self.chunks and not self.slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Tokens a step drew, on the host: per request in plan order."""
+
+    first_tokens: tuple[tuple[int, int], ...]
+    """(request id, token) of every prompt that finished prefilling."""
+    cycle_tokens: tuple[tuple[int, tuple[int, ...]], ...]
+    """(request id, committed tokens) of every request in the cycle."""

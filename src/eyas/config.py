@@ -1,0 +1,293 @@
+"""Frozen configuration of an engine, its target, its drafter and a request.
+
+The command line derives its flags from the fields here and its help from each field's `doc`.
+Nothing here reads a file, an environment variable or a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from eyas.errors import ConfigError, RequestError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+ALGORITHMS = ("EAGLE3", "NGRAM", "NONE")
+MAX_NODES = 64
+"""Nodes of a request in one pass: the bits of an `int64` ancestor mask."""
+
+
+def option(default: Any, doc: str) -> Any:
+    """A dataclass field with a default and the sentence that becomes its `--help`."""
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+def require(condition: bool, value: str, rule: str, remedy: str) -> None:
+    """Raise `ConfigError` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(value, rule, remedy)
+
+
+class Strict:
+    """Mix-in: build from a mapping, refusing keys that are not fields."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build from `values`; raises `ConfigError` for an unknown key."""
+        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for key in values:
+            require(
+                key in known,
+                f"unknown key {key!r} for {cls.__name__}",
+                "only declared fields are read",
+                f"use one of {', '.join(known)}",
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig(Strict):
+    """Rotary embedding: base and, for `linear` and `llama3`, its frequency scaling."""
+
+    theta: float = option(10000.0, "base of the rotary frequencies")
+    kind: str = option("default", "default, linear or llama3")
+    factor: float = option(1.0, "stretch of the context")
+    low_freq_factor: float = option(1.0, "llama3: frequencies below are stretched fully")
+    high_freq_factor: float = option(4.0, "llama3: frequencies above are left alone")
+    original_max_position: int = option(8192, "llama3: context before the stretch")
+
+    def __post_init__(self) -> None:
+        require(
+            self.kind in ("default", "linear", "llama3"),
+            f"rope scaling {self.kind!r}",
+            "only default, linear and llama3 are implemented",
+            "use a checkpoint with one of these",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(Strict):
+    """Dimensions of a Llama-style decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"{self.num_heads} query heads over {self.num_kv_heads} KV heads",
+            "query heads must be a multiple of KV heads",
+            "check num_attention_heads and num_key_value_heads in config.json",
+        )
+
+    def default_aux_layers(self) -> tuple[int, ...]:
+        """Boundaries captured for EAGLE-3: inputs of layers 2, L/2 and L-3 (EAGLE reference)."""
+        last = self.num_layers
+        return tuple(min(max(i, 0), last) for i in (2, last // 2, last - 3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterConfig(Strict):
+    """Dimensions and switches of an EAGLE-3 drafter with one Llama-style layer.
+
+    `aux_layers` are boundaries: i means the input of target layer i (i = L: after the last).
+    `norm_output` feeds the normed hidden state back (the vLLM meaning, "EAGLE-3.1").
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    aux_layers: tuple[int, ...]
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig(Strict):
+    """What is drafted in a cycle; names and meanings are SGLang's."""
+
+    algorithm: str = option("EAGLE3", "EAGLE3, NGRAM or NONE")
+    num_steps: int = option(4, "depth of the draft tree")
+    eagle_topk: int = option(1, "children tried per node; 1 is a chain")
+    num_draft_tokens: int = option(5, "nodes verified per cycle, root included; steps + 1 in a chain")
+    shared_noise: bool = option(True, "drafter samples with the target's noise; off: plain top-k")
+
+    def __post_init__(self) -> None:
+        require(
+            self.algorithm in ALGORITHMS,
+            f"speculative algorithm {self.algorithm!r}",
+            "the algorithm must be known",
+            f"use one of {', '.join(ALGORITHMS)}",
+        )
+        if self.algorithm == "NONE":
+            return
+        for name in ("num_steps", "eagle_topk"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name}={value}", "must be at least 1", f"give {name} >= 1")
+        if self.eagle_topk == 1:
+            require(
+                self.num_draft_tokens == self.num_steps + 1,
+                f"num_draft_tokens={self.num_draft_tokens} with num_steps={self.num_steps}",
+                "a chain verifies its steps and the root",
+                f"give num_draft_tokens={self.num_steps + 1}",
+            )
+        pool = self.eagle_topk + (self.num_steps - 1) * self.eagle_topk**2
+        require(
+            2 <= self.num_draft_tokens <= min(MAX_NODES, pool + 1),
+            f"num_draft_tokens={self.num_draft_tokens}",
+            f"must lie in 2..{min(MAX_NODES, pool + 1)} for {self.num_steps} steps of top "
+            f"{self.eagle_topk} (an ancestor mask has {MAX_NODES} bits)",
+            "give fewer draft tokens or more steps",
+        )
+        require(
+            (self.num_steps - 1) * self.eagle_topk <= MAX_NODES,
+            f"num_steps={self.num_steps}, eagle_topk={self.eagle_topk}",
+            f"drafting keeps (steps - 1) * topk <= {MAX_NODES} nodes",
+            "give fewer steps or a smaller topk",
+        )
+        require(
+            self.algorithm != "NGRAM" or self.eagle_topk == 1,
+            f"eagle_topk={self.eagle_topk} with NGRAM",
+            "n-gram lookup drafts a chain",
+            "give eagle_topk=1",
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """N: nodes per request in one verify pass, root included."""
+        return 1 if self.algorithm == "NONE" else self.num_draft_tokens
+
+    @property
+    def depth(self) -> int:
+        """Most tokens a cycle can accept, bonus excluded."""
+        return 0 if self.algorithm == "NONE" else min(self.num_steps, self.num_draft_tokens - 1)
+
+    @property
+    def scratch(self) -> int:
+        """KV positions past the committed ones that a cycle may write."""
+        if self.algorithm == "NONE":
+            return 1
+        return max(self.num_draft_tokens, (self.num_steps - 1) * self.eagle_topk, self.depth + 1)
+
+    @classmethod
+    def chain(cls, drafts: int, algorithm: str = "EAGLE3", **rest: Any) -> SpeculationConfig:
+        """A chain of `drafts` tokens."""
+        return cls(
+            algorithm=algorithm, num_steps=drafts, num_draft_tokens=drafts + 1, **rest
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(Strict):
+    """How an engine runs: where, in which type, with how much memory."""
+
+    device: str = option("auto", "cpu, cuda or auto")
+    dtype: str = option("auto", "auto, bfloat16, float16 or float32")
+    max_running_requests: int = option(8, "requests decoded together")
+    context_length: int = option(0, "longest request in tokens; 0 takes the model's")
+    page_size: int = option(16, "KV positions per page")
+    num_pages: int = option(0, "pages in the pool; 0: enough for every running request")
+    chunked_prefill_size: int = option(512, "prompt tokens prefilled per step")
+    seed: int = option(0, "seed of requests that bring none")
+
+    def __post_init__(self) -> None:
+        require(
+            self.dtype in DTYPES,
+            f"dtype {self.dtype!r}",
+            "the type must be known",
+            f"use one of {', '.join(DTYPES)}",
+        )
+        for name in ("max_running_requests", "page_size", "chunked_prefill_size"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name}={value}", "must be at least 1", f"give {name} >= 1")
+        for name in ("context_length", "num_pages"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name}={value}", "must not be negative", "give 0 for automatic")
+
+
+def require_request(condition: bool, value: str, rule: str, remedy: str) -> None:
+    """Raise `RequestError` unless `condition` holds."""
+    if not condition:
+        raise RequestError(value, rule, remedy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(Strict):
+    """How one request's tokens are drawn and where they end.
+
+    The order of filters is temperature, top-k, top-p, min-p (as in SGLang and vLLM).
+    """
+
+    temperature: float = option(0.0, "0 is greedy")
+    top_k: int = option(0, "keep the k likeliest tokens; 0 keeps all")
+    top_p: float = option(1.0, "keep the likeliest tokens up to this mass; 1 keeps all")
+    min_p: float = option(0.0, "drop tokens below this share of the likeliest; 0 keeps all")
+    seed: int | None = option(None, "seed of this request's noise; none takes the engine's")
+    max_tokens: int = option(128, "most tokens to write")
+    stop: tuple[str, ...] = option((), "strings that end the answer and are not shown")
+    stop_token_ids: tuple[int, ...] = option((), "tokens that end the answer")
+    ignore_eos: bool = option(False, "go on past the end-of-sequence token")
+
+    def __post_init__(self) -> None:
+        require_request(
+            0.0 <= self.temperature < float("inf"),
+            f"temperature={self.temperature}",
+            "must be finite and not negative",
+            "give 0 for greedy or a value such as 0.7",
+        )
+        require_request(
+            self.max_tokens >= 1,
+            f"max_tokens={self.max_tokens}",
+            "must be at least 1",
+            "give the number of tokens to write",
+        )
+        require_request(
+            self.top_k >= 0, f"top_k={self.top_k}", "must not be negative", "give 0 to keep all"
+        )
+        require_request(
+            0.0 < self.top_p <= 1.0, f"top_p={self.top_p}", "must lie in (0, 1]", "give 1 for all"
+        )
+        require_request(
+            0.0 <= self.min_p <= 1.0, f"min_p={self.min_p}", "must lie in [0, 1]", "give 0 for all"
+        )
+        require_request(
+            all(self.stop), f"stop={self.stop!r}", "a stop string must not be empty", "drop it"
+        )
+        require_request(
+            self.seed is None or 0 <= self.seed < 2**63,
+            f"seed={self.seed}",
+            "must lie in 0 .. 2**63 - 1",
+            "give another seed",
+        )
+
+    @property
+    def filtered(self) -> bool:
+        """Whether any filter can drop a token."""
+        sampled = self.temperature > 0
+        return sampled and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)

@@ -1,0 +1,107 @@
+"""Pages of keys and values, and the allocator that lends them to requests.
+
+A page is a run of KV positions; a request owns whole pages in order. Page 0 is never lent: padding
+rows and positions past a request's pages write there, and nothing visible is ever read from it.
+The pool knows nothing of requests; the allocator knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from eyas.errors import CapacityError
+
+DUMMY_PAGE = 0
+
+
+class PageAllocator:
+    """Free list over pages 1 .. num_pages - 1."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be lent now."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Lend `count` pages; raises `CapacityError` when fewer are free."""
+        if count > len(self._free):
+            raise CapacityError(
+                f"{count} pages wanted, {len(self._free)} free",
+                "a pool lends only free pages",
+                "raise num_pages or run fewer requests",
+            )
+        return [self._free.pop() for _ in range(count)]
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Take pages back."""
+        self._free.extend(pages)
+
+    def check_integrity(self, owned: Iterable[Iterable[int]]) -> None:
+        """Assert that every page is either free or owned by exactly one request."""
+        lent = [page for pages in owned for page in pages]
+        everything = sorted(lent + self._free)
+        assert everything == list(range(1, self.num_pages)), (
+            f"{len(lent)} lent + {len(self._free)} free pages are not the pool's "
+            f"{self.num_pages - 1}: a page is lost or owned twice"
+        )
+
+
+class KVPool:
+    """Keys and values of all layers: [L, Hkv, P * page_size, D] each.
+
+    KV heads stand outside pages, so that gathering a request's pages gives [Hkv, positions, D]
+    without another copy.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_kv_heads, num_pages * page_size, head_dim)
+        self.page_size, self.num_pages = page_size, num_pages
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    def write(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k, v [T, Hkv, D] at flat positions `rows` int64[T] of `layer`."""
+        self.k[layer].index_copy_(1, rows, k.transpose(0, 1).to(self.k.dtype))
+        self.v[layer].index_copy_(1, rows, v.transpose(0, 1).to(self.v.dtype))
+
+    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [Hkv * B, n * page_size, D] of `pages` int64[B, n]."""
+        num, flat = pages.shape[1], pages.flatten()
+        out = []
+        for tensor in (self.k[layer], self.v[layer]):
+            heads, _, dim = tensor.shape
+            picked = tensor.view(heads, -1, self.page_size, dim).index_select(1, flat)
+            out.append(picked.view(-1, num * self.page_size, dim))
+        return out[0], out[1]
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy flat positions `source` int64[M] onto `target` int64[M] in every layer."""
+        for tensor in (self.k, self.v):
+            tensor.index_copy_(2, target, tensor.index_select(2, source))
+
+
+def flat_rows(page_table: torch.Tensor, index: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Flat pool positions int64[B, M] of KV indices `index` int64[B, M].
+
+    Indices past the table fall on the dummy page.
+    """
+    page = index // page_size
+    inside = page < page_table.shape[1]
+    page = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1))
+    return torch.where(inside, page, DUMMY_PAGE) * page_size + index % page_size

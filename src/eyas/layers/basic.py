@@ -1,0 +1,116 @@
+"""RMSNorm, rotary embedding, gated MLP and self-attention around a backend.
+
+Self-attention does not know how keys and values are kept: it hands rotated queries, keys and
+values to the `Attend` of the pass (paged cache, dense training batch, ...).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from eyas.attention import Attend
+from eyas.config import RopeConfig
+from eyas.layers.linear import Linear
+
+
+class RMSNorm(nn.Module):
+    """Llama's RMSNorm: statistics in float32, cast, then times the weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., size] -> [..., size]`, same dtype."""
+        return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Inverse frequencies, float32 [head_dim / 2]; llama3 scaling as in Llama 3.1's reference."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    freqs = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return freqs / rope.factor
+    if rope.kind == "llama3":
+        wavelength = 2 * math.pi / freqs
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        blend = (rope.original_max_position / wavelength - low) / (high - low)
+        blend = blend.clamp(0.0, 1.0)
+        return (1 - blend) * freqs / rope.factor + blend * freqs
+    return freqs
+
+
+class Rotary(nn.Module):
+    """Half-split rotary tables; `forward(positions)` gathers the rows a pass needs."""
+
+    table: torch.Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_position: int) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(max_position).float(), rope_frequencies(rope, head_dim))
+        cos, sin = angles.cos(), angles.sin()
+        table = torch.cat((cos, cos, -sin, sin), dim=-1)
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines, float32 [..., 1, D] each, of `positions` int64[...]."""
+        cos, sin = self.table[positions].unsqueeze(-2).chunk(2, dim=-1)
+        return cos, sin
+
+
+def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate heads `x[..., H, D]` in float32; returns float32."""
+    x = x.float()
+    return torch.addcmul(x * rope[0], x.roll(x.shape[-1] // 2, -1), rope[1])
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, hidden: int, intermediate: int, prefix: str, bias: bool = False) -> None:
+        super().__init__()
+        halves = {f"{prefix}.gate_proj": intermediate, f"{prefix}.up_proj": intermediate}
+        self.gate_up = Linear(halves, hidden, bias)
+        self.down = Linear({f"{prefix}.down_proj": hidden}, intermediate, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., E] -> [..., E]`."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; `in_features` differs from `hidden` in an EAGLE-3 layer."""
+
+    def __init__(
+        self,
+        layer: int,
+        prefix: str,
+        in_features: int,
+        hidden: int,
+        heads: tuple[int, int, int],
+        bias: bool = False,
+    ) -> None:
+        """`heads` is (query heads, KV heads, head dim)."""
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = heads
+        kv = self.num_kv_heads * self.head_dim
+        parts = {f"{prefix}.q_proj": self.num_heads * self.head_dim}
+        parts |= {f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
+        self.qkv = Linear(parts, in_features, bias)
+        self.o = Linear({f"{prefix}.o_proj": hidden}, self.num_heads * self.head_dim, bias)
+
+    def forward(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend
+    ) -> torch.Tensor:
+        """`[..., in_features] -> [..., hidden]`."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=-2)
+        q, k = rotate(qk, rope).split((self.num_heads, self.num_kv_heads), dim=-2)
+        return self.o(attend(self.layer, q, k, v))

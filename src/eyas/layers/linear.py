@@ -1,0 +1,75 @@
+"""Linear layers that may hold several checkpoint tensors, and the row tile.
+
+A layer declares the checkpoint names of its row blocks (`parts`); the loader copies each block to
+its rows and proves that none is missing. The layers know nothing of files or devices.
+
+Row tile: a library matmul may pick another reduction order for another number of rows. On a CPU
+it does below a tile of rows (see docs/performance.md), so a pass pads its rows to the tile, and a
+row's result then depends on neither the number of rows nor its place among them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def row_tile(device: torch.device, dtype: torch.dtype) -> int:
+    """Rows every matmul is padded to a multiple of, so that a row's bits do not depend on others.
+
+    On a CPU 4 in float32 (MKL) and 2 in 16-bit types (oneDNN); 1 on a GPU, where cuBLAS was
+    row-independent for 1..32 rows in bfloat16.
+    """
+    if device.type != "cpu":
+        return 1
+    return 4 if dtype == torch.float32 else 2
+
+
+def pad_rows(x: torch.Tensor, tile: int) -> torch.Tensor:
+    """`x[T, ...]` with zero rows appended up to a multiple of `tile`."""
+    missing = -x.shape[0] % tile
+    if not missing:
+        return x
+    return torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
+
+
+class Linear(nn.Module):
+    """`y[T, out] = x[T, in] @ weight.T (+ bias)`, rows stacked from the named parts.
+
+    `parts` maps a checkpoint name (without `.weight`) to its number of rows, in row order.
+    """
+
+    def __init__(self, parts: dict[str, int], in_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.parts = parts
+        rows = sum(parts.values())
+        self.weight = nn.Parameter(torch.empty(rows, in_features))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in] -> [..., out]`."""
+        return F.linear(x, self.weight, self.bias)
+
+    def checkpoint_names(self) -> dict[str, tuple[nn.Parameter, int]]:
+        """Checkpoint tensor name -> (parameter, first row it fills)."""
+        names: dict[str, tuple[nn.Parameter, int]] = {}
+        row = 0
+        for name, rows in self.parts.items():
+            names[f"{name}.weight"] = (self.weight, row)
+            if self.bias is not None:
+                names[f"{name}.bias"] = (self.bias, row)
+            row += rows
+        return names
+
+
+class Embedding(nn.Module):
+    """`tokens int64[T] -> [T, E]`."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Gather the rows of `tokens`."""
+        return F.embedding(tokens, self.weight)

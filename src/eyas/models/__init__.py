@@ -1,0 +1,1 @@
+"""Networks: targets and the EAGLE-3 drafter, and the registry that builds and loads them."""

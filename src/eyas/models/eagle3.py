@@ -1,0 +1,100 @@
+"""EAGLE-3 drafter network, shared by engine and trainer.
+
+One Llama-style layer whose attention reads the token embedding beside a hidden state: the fused
+target states in the first step, its own output afterwards. Architecture: arXiv 2503.01840,
+section 3; the switches are those of speculators and vLLM (`norm_output`, `fc_norm`,
+`norm_before_residual`). It knows neither caches nor trees.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from eyas.attention import Attend
+from eyas.config import MAX_NODES, DrafterConfig
+from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, SelfAttention
+from eyas.layers.linear import Embedding, Linear, pad_rows
+
+
+class Eagle3(nn.Module):
+    """Fuse target states, run the draft layer, score the draft vocabulary.
+
+    Without an embedding of its own the caller passes the target's (`share_embedding`).
+    `target_ids` int64[Vd] maps draft ids to target ids and is strictly ascending.
+    """
+
+    target_ids: torch.Tensor
+
+    def __init__(self, config: DrafterConfig, row_tile: int = 1) -> None:
+        super().__init__()
+        self.config = config
+        self.row_tile = row_tile
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        num_aux = len(config.aux_layers)
+        self.embed = Embedding(config.vocab_size, hidden) if config.own_embedding else None
+        self.fc_norms = nn.ModuleList(
+            RMSNorm(config.target_hidden_size, eps) for _ in range(num_aux * config.fc_norm)
+        )
+        self.fc = Linear({"fc": hidden}, num_aux * config.target_hidden_size)
+        self.input_norm = RMSNorm(hidden, eps)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.attention = SelfAttention(0, "midlayer.self_attn", 2 * hidden, hidden, heads)
+        self.post_norm = RMSNorm(hidden, eps)
+        self.mlp = GatedMLP(hidden, config.intermediate_size, "midlayer.mlp")
+        self.norm = RMSNorm(hidden, eps)
+        self.head = Linear({"lm_head": config.draft_vocab_size}, hidden)
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_position + MAX_NODES)
+        self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
+
+    def fuse(self, aux: torch.Tensor) -> torch.Tensor:
+        """Target states [..., num_aux * Et] -> hidden input [..., E] of the first step."""
+        if self.config.fc_norm:
+            states = aux.chunk(len(self.fc_norms), dim=-1)
+            aux = torch.cat([n(s) for n, s in zip(self.fc_norms, states, strict=True)], dim=-1)
+        return self.fc(pad_rows(aux, self.row_tile))[: aux.shape[0]]
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Draft layer's residual stream [T, E] for `embeds` [T, E] of the tokens, `hidden` [T, E].
+
+        Any leading shape will do where `attend` takes it; rows are padded along the first.
+        """
+        rows = embeds.shape[0]
+        embeds, hidden = pad_rows(embeds, self.row_tile), pad_rows(hidden, self.row_tile)
+        rope = self.rotary(pad_rows(positions, self.row_tile))
+        normed = self.hidden_norm(hidden)
+        x = normed if self.config.norm_before_residual else hidden
+        both = torch.cat((self.input_norm(embeds), normed), dim=-1)
+        x = x + self.attention(both, rope, attend)
+        return (x + self.mlp(self.post_norm(x)))[:rows]
+
+    def score(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft logits [T, Vd] and the hidden state [T, E] to feed back, of `forward`'s output."""
+        normed = self.norm(x)
+        logits = self.head(pad_rows(normed, self.row_tile))[: x.shape[0]]
+        return logits, normed if self.config.norm_output else x
+
+    def checkpoint_names(self) -> dict[str, tuple[nn.Parameter, int]]:
+        """Checkpoint tensor name (EAGLE / SpecForge) -> (parameter, first row it fills)."""
+        names = {
+            "midlayer.input_layernorm.weight": (self.input_norm.weight, 0),
+            "midlayer.hidden_norm.weight": (self.hidden_norm.weight, 0),
+            "midlayer.post_attention_layernorm.weight": (self.post_norm.weight, 0),
+            "norm.weight": (self.norm.weight, 0),
+        }
+        for i, norm in enumerate(self.fc_norms):
+            assert isinstance(norm, RMSNorm)
+            names[f"fc_norm.{i}.weight"] = (norm.weight, 0)
+        if self.embed is not None:
+            names["embed_tokens.weight"] = (self.embed.weight, 0)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                names |= module.checkpoint_names()
+        return names
