@@ -51,22 +51,44 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlotInit:
+    """A request takes a slot: its sampling parameters."""
+
+    slot: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageGrant:
+    """Pages appended to a slot's table from column `first`."""
+
+    slot: int
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """A run of prompt tokens `[start, end)` of the request in `slot`."""
+    """A run of prompt tokens starting at index `start` of the request in `slot`."""
 
     request_id: int
     slot: int
     start: int
-    end: int
-    is_last: bool
+    tokens: tuple[int, ...]
+    next_token: int | None
+    """The prompt token behind the chunk; None after the last chunk, where it is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CycleShape:
-    """All that fixes the tensor shapes and the branches of one cycle: a graph's key."""
+class PassShape:
+    """All that fixes the tensor shapes and the branches of one pass: a graph's key."""
 
     num_requests: int
-    num_nodes: int
+    num_new: int
     max_kv_len: int
     sampled: bool
     filtered: bool
@@ -74,12 +96,15 @@ class CycleShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step: prompt chunks to prefill, then one cycle over `slots`."""
+    """One step: slots to set up, prompt chunks to prefill, then one cycle over `slots`."""
 
+    inits: tuple[SlotInit, ...]
+    grants: tuple[PageGrant, ...]
     chunks: tuple[PrefillChunk, ...]
+    prefill_shape: PassShape | None
     request_ids: tuple[int, ...]
     slots: tuple[int, ...]
-    shape: CycleShape | None
+    cycle_shape: PassShape | None
 
     @property
     def is_empty(self) -> bool:
@@ -89,7 +114,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Tokens a step drew, on the host: per request in plan order."""
+    """Tokens a step drew, on the host."""
 
     first_tokens: tuple[tuple[int, int], ...]
     """(request id, token) of every prompt that finished prefilling."""

@@ -1,0 +1,1 @@
+"""The engine: requests, scheduling, device state, the cycle, and the `LLM` facade."""

@@ -1,0 +1,179 @@
+"""The passes of the engine, as functions over device tensors.
+
+`cycle` is one draft-verify-accept-commit-extend round of a batch; `prefill` is one pass over prompt
+chunks. Neither reads a value on the host, and every shape follows from the host-chosen `PassShape`:
+on a CPU they run eagerly, on a GPU the same functions can be captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from eyas.attention import PagedAttention
+from eyas.batch import ForwardBatch, ForwardMode, PassShape
+from eyas.engine.state import DeviceState
+from eyas.kv.pool import KVPool, flat_rows
+from eyas.models.llama import Llama
+from eyas.sampling import draw
+from eyas.spans import Spans
+from eyas.speculate.accept import Accepted, accept
+from eyas.speculate.drafter import Committed, DraftContext, Drafter
+from eyas.speculate.tree import Draft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a pass works with."""
+
+    target: Llama
+    pool: KVPool
+    attention: PagedAttention
+    drafter: Drafter
+    state: DeviceState
+
+
+def cycle(parts: Parts, slots: torch.Tensor, shape: PassShape, spans: Spans) -> torch.Tensor:
+    """One cycle over `slots` int64[B].
+
+    Returns int64[B, depth + 2]: the number of committed tokens, then the tokens (bonus last;
+    columns past the count mean nothing). Updates the slots' rows, both KV caches and the drafter.
+    """
+    spans.mark("draft")
+    context = _context(parts, slots, shape)
+    draft = parts.drafter.propose(context)
+    spans.mark("verify")
+    logits, aux = _verify(parts, context, draft)
+    spans.mark("accept")
+    num_nodes = draft.tokens.shape[1]
+    index = (context.kv_lens[:, None] + draft.depths + 1).flatten()
+    rows = context.rows.repeat(num_nodes) if num_nodes > 1 else context.rows
+    drawn = draw(logits, rows, index, sampled=shape.sampled, filtered=shape.filtered)
+    accepted = accept(draft, drawn.view(-1, num_nodes))
+    spans.mark("commit")
+    _commit(parts, context, draft, accepted)
+    spans.mark("extend")
+    if aux is not None:
+        wanted = accepted.path[:, :, None].expand(-1, -1, aux.shape[-1])
+        aux = aux.view(-1, num_nodes, aux.shape[-1]).gather(1, wanted)
+    committed = Committed(tokens=accepted.tokens, aux=aux, counts=accepted.counts)
+    parts.drafter.update(context, committed, ForwardMode.DRAFT_EXTEND)
+    spans.mark(None)
+    return torch.cat((accepted.counts[:, None], accepted.tokens), dim=1)
+
+
+def prefill(
+    parts: Parts,
+    slots: torch.Tensor,
+    chunk: torch.Tensor,
+    next_tokens: torch.Tensor,
+    counts: torch.Tensor,
+    shape: PassShape,
+) -> torch.Tensor:
+    """One pass over B prompt chunks, padded to M = `shape.num_new` rows each.
+
+    chunk int64[B, M]: tokens; counts int64[B]: rows that count; next_tokens int64[B]: the prompt
+    token behind the chunk, or -1 where the prompt ends and it is to be drawn. Returns int64[B]: the
+    token behind each chunk.
+    """
+    context = _context(parts, slots, shape)
+    positions = context.kv_lens[:, None] + torch.arange(shape.num_new, device=slots.device)
+    batch = ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        tokens=chunk.flatten(),
+        positions=positions.clamp(max=parts.state.history.shape[1] - 1).flatten(),
+        prefix_lens=context.kv_lens,
+        page_table=context.page_table,
+        num_new=shape.num_new,
+        max_kv_len=shape.max_kv_len,
+    )
+    hidden, aux = _target(parts, batch)
+    last = (counts - 1)[:, None, None]
+    hidden = hidden.view(-1, shape.num_new, hidden.shape[-1])
+    hidden = hidden.gather(1, last.expand(-1, 1, hidden.shape[-1]))[:, 0]
+    drawn = draw(
+        parts.target.logits(hidden),
+        context.rows,
+        context.kv_lens + counts,
+        sampled=shape.sampled,
+        filtered=shape.filtered,
+    )
+    drawn = torch.where(next_tokens < 0, drawn, next_tokens)
+    behind = torch.cat((chunk[:, 1:], drawn[:, None]), dim=1).scatter(
+        1, last[:, :, 0], drawn[:, None]
+    )
+    parts.state.write_history(slots, context.kv_lens, chunk)
+    parts.state.write_history(slots, context.kv_lens + counts, drawn[:, None])
+    parts.state.kv_lens[slots] = context.kv_lens + counts
+    parts.state.roots[slots] = drawn
+    if aux is not None:
+        aux = aux.view(-1, shape.num_new, aux.shape[-1])
+    parts.drafter.update(
+        context, Committed(tokens=behind, aux=aux, counts=counts), ForwardMode.EXTEND
+    )
+    return drawn
+
+
+def _context(parts: Parts, slots: torch.Tensor, shape: PassShape) -> DraftContext:
+    state = parts.state
+    return DraftContext(
+        slots=slots,
+        roots=state.roots[slots],
+        kv_lens=state.kv_lens[slots],
+        page_table=state.page_table[slots],
+        history=state.history,
+        rows=state.sampling_rows(slots),
+        sampled=shape.sampled,
+        max_kv_len=shape.max_kv_len,
+    )
+
+
+def _verify(
+    parts: Parts, context: DraftContext, draft: Draft
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Target logits [B * N, V] of the tree, and its aux states if the drafter wants them."""
+    num_nodes = draft.tokens.shape[1]
+    batch = ForwardBatch(
+        mode=ForwardMode.TARGET_VERIFY if num_nodes > 1 else ForwardMode.DECODE,
+        tokens=draft.tokens.flatten(),
+        positions=(context.kv_lens[:, None] + draft.depths).flatten(),
+        prefix_lens=context.kv_lens,
+        page_table=context.page_table,
+        num_new=num_nodes,
+        max_kv_len=context.max_kv_len,
+        ancestors=None if draft.is_chain else draft.ancestors.flatten(),
+    )
+    hidden, aux = _target(parts, batch)
+    return parts.target.logits(hidden), aux
+
+
+def _target(parts: Parts, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Hidden states [T, E] and, in a buffer, the states the drafter asked for."""
+    drafter, target = parts.drafter, parts.target
+    aux = None
+    if drafter.aux_layers:
+        dtype = target.embed.weight.dtype
+        aux = torch.empty(
+            batch.tokens.shape[0], drafter.aux_size, dtype=dtype, device=batch.tokens.device
+        )
+    attend = parts.attention.begin(batch)
+    hidden = target(batch.tokens, batch.positions, attend, aux, drafter.aux_layers)
+    return hidden, aux
+
+
+def _commit(parts: Parts, context: DraftContext, draft: Draft, accepted: Accepted) -> None:
+    """Make accepted KV contiguous and move the slots' rows forward."""
+    state, slots = parts.state, context.slots
+    if not draft.is_chain:
+        offsets = torch.arange(draft.depth + 1, device=slots.device)
+        valid = offsets < accepted.counts[:, None]
+        source = torch.where(valid, accepted.path, offsets)
+        start, page_size = context.kv_lens[:, None], parts.pool.page_size
+        moved = flat_rows(context.page_table, start + source, page_size)
+        kept = flat_rows(context.page_table, start + offsets, page_size)
+        parts.pool.move(moved.flatten(), kept.flatten())
+    state.write_history(slots, context.kv_lens + 1, accepted.tokens)
+    last = (accepted.counts - 1)[:, None]
+    state.roots[slots] = accepted.tokens.gather(1, last)[:, 0]
+    state.kv_lens[slots] = context.kv_lens + accepted.counts

@@ -1,0 +1,261 @@
+"""Plan, run, commit, emit: the engine loop and the `LLM` facade over it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.progress import Progress
+
+from eyas.checkpoint import resolve
+from eyas.config import (
+    EngineConfig,
+    ModelConfig,
+    SamplingParams,
+    SpeculationConfig,
+    require,
+    require_request,
+)
+from eyas.engine.request import Request, Status
+from eyas.engine.runner import Runner, auto_pages
+from eyas.engine.scheduler import Scheduler
+from eyas.kv.pool import PageAllocator
+from eyas.models.eagle3 import Eagle3
+from eyas.models.llama import Llama
+from eyas.models.registry import load_target, resolve_device, resolve_dtype
+from eyas.speculate.checkpoints import find_drafter, load_drafter
+from eyas.speculate.drafter import Drafter
+from eyas.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A finished request."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: list[int]
+    """Written tokens; a stop token, if one ended the request, is the last."""
+    text: str
+    """Text of the tokens without special tokens and without the stop string."""
+    finish_reason: str
+    """`stop`, `length` or `abort`."""
+    accept_lengths: list[int]
+    """Tokens committed by each cycle, bonus included."""
+
+
+class Engine:
+    """Requests in, tokens out; one step at a time."""
+
+    def __init__(
+        self,
+        target: Llama,
+        tokenizer: Tokenizer,
+        *,
+        drafter: Eagle3 | Drafter | None = None,
+        speculation: SpeculationConfig | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        """Build pools and state for `target`; `drafter` is a network or any `Drafter`."""
+        self.speculation = speculation or SpeculationConfig(algorithm="NONE")
+        self.config = resolve_engine(config or EngineConfig(), self.speculation, target.config)
+        self.tokenizer = tokenizer
+        num_pages = self.config.num_pages
+        self.runner = Runner(target, drafter, self.config, self.speculation, num_pages)
+        self.scheduler = Scheduler(self.config, self.speculation, PageAllocator(num_pages))
+        self._next_id = 0
+
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, stream: bool = False
+    ) -> Request:
+        """Queue a prompt; raises `RequestError` before anything is touched if it can't be served."""
+        self.check(prompt, params)
+        eos = () if params.ignore_eos else self.tokenizer.eos_ids
+        wants_text = stream or bool(params.stop)
+        request = Request(
+            id=self._next_id,
+            prompt=tuple(prompt),
+            params=params,
+            seed=self.config.seed if params.seed is None else params.seed,
+            stop_ids=frozenset(eos) | frozenset(params.stop_token_ids),
+            max_length=self.config.context_length,
+            detokenizer=self.tokenizer.detokenizer() if wants_text else None,
+        )
+        self._next_id += 1
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests that got tokens."""
+        plan = self.scheduler.plan()
+        if plan.is_empty:
+            return []
+        return self.scheduler.commit(self.runner.run(plan))
+
+    def abort(self, request: Request) -> None:
+        """End a request; its pages are free at once, the others go on."""
+        self.scheduler.abort(request)
+
+    def output(self, request: Request) -> RequestOutput:
+        """What a finished request wrote."""
+        assert request.finish_reason is not None, f"request {request.id} has not ended"
+        text = request.text
+        if request.detokenizer is None:
+            text = self.tokenizer.decode(request.output)
+        return RequestOutput(
+            prompt_token_ids=request.prompt,
+            token_ids=list(request.output),
+            text=text,
+            finish_reason=request.finish_reason.value,
+            accept_lengths=list(request.accept_lengths),
+        )
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise `RequestError` if a prompt can't be served."""
+        vocab, limit = self.runner.parts.target.config.vocab_size, self.config.context_length
+        require_request(
+            len(prompt) > 0, "empty prompt", "a prompt needs at least one token", "give some text"
+        )
+        bad = next((t for t in prompt if not 0 <= t < vocab), None)
+        require_request(
+            bad is None,
+            f"token id {bad}",
+            f"must lie in 0 .. {vocab - 1}",
+            "tokenise with the target's tokenizer",
+        )
+        require_request(
+            len(prompt) < limit,
+            f"prompt of {len(prompt)} tokens",
+            f"prompt and answer share a context of {limit} tokens",
+            "shorten the prompt or raise context_length",
+        )
+        longest = min(len(prompt) + params.max_tokens, limit)
+        pages, have = self.scheduler.pages_for(longest), self.config.num_pages - 1
+        require_request(
+            pages <= have,
+            f"request of up to {longest} tokens",
+            f"it may need {pages} pages of {self.config.page_size}, the pool has {have}",
+            "lower max_tokens or raise num_pages",
+        )
+
+
+class LLM:
+    """Load a target and its drafter, then generate.
+
+    `drafter` is a checkpoint folder, or `auto` for the one shipped for this target (none: plain
+    decoding, unless `speculation` names an algorithm without weights).
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        drafter: str | None = "auto",
+        speculation: SpeculationConfig | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        config = config or EngineConfig()
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        folder = resolve(model)
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.target = load_target(folder, dtype, device)
+        self.target_config: ModelConfig = self.target.config
+        self.drafter: Eagle3 | None = None
+        wants = speculation is None or speculation.algorithm == "EAGLE3"
+        place = find_drafter(drafter, model) if wants and drafter is not None else None
+        if place is not None:
+            self.drafter = load_drafter(place, self.target_config, dtype, device)
+        if speculation is None:
+            known = self.drafter is not None
+            speculation = SpeculationConfig() if known else SpeculationConfig(algorithm="NONE")
+        self.engine = Engine(
+            self.target,
+            self.tokenizer,
+            drafter=self.drafter,
+            speculation=speculation,
+            config=config,
+        )
+
+    def sibling(
+        self, speculation: SpeculationConfig, config: EngineConfig | None = None
+    ) -> LLM:
+        """Another engine over the same weights, with its own pools."""
+        other = object.__new__(LLM)
+        other.tokenizer, other.target = self.tokenizer, self.target
+        other.target_config, other.drafter = self.target_config, self.drafter
+        other.engine = Engine(
+            self.target,
+            self.tokenizer,
+            drafter=self.drafter,
+            speculation=speculation,
+            config=config or self.engine.config,
+        )
+        return other
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer all prompts (text or token ids), in order; they share batches.
+
+        Every prompt is checked before the first runs; `RequestError` names the one at fault.
+        """
+        tokens = [self._tokens(prompt) for prompt in prompts]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(tokens)
+        require_request(
+            len(params) == len(tokens),
+            f"{len(params)} sampling parameters for {len(tokens)} prompts",
+            "each prompt takes one",
+            "give one for all or one each",
+        )
+        for ids, one in zip(tokens, params, strict=True):
+            self.engine.check(ids, one)
+        requests = [self.engine.add(t, p) for t, p in zip(tokens, params, strict=True)]
+        with Progress(disable=not progress, transient=True) as bar:
+            task = bar.add_task("generating", total=len(requests))
+            while self.engine.scheduler.has_work:
+                touched = self.engine.step()
+                bar.advance(task, sum(r.status is Status.FINISHED for r in touched))
+        return [self.engine.output(r) for r in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield an answer's text in pieces; closing the iterator aborts the request."""
+        params = params or SamplingParams()
+        request = self.engine.add(self._tokens(prompt), params, stream=True)
+        shown = 0
+        try:
+            while request.status is not Status.FINISHED:
+                self.engine.step()
+                safe = request.safe_text_length()
+                if safe > shown:
+                    yield request.text[shown:safe]
+                    shown = safe
+        finally:
+            self.engine.abort(request)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def resolve_engine(
+    config: EngineConfig, speculation: SpeculationConfig, model: ModelConfig
+) -> EngineConfig:
+    """Fill in the automatic values of `config` for a model."""
+    longest = model.max_position
+    require(
+        config.context_length <= longest,
+        f"context_length={config.context_length}",
+        f"the model's positions end at {longest}",
+        f"give at most {longest}",
+    )
+    config = dataclasses.replace(config, context_length=config.context_length or longest)
+    if config.num_pages == 0:
+        config = dataclasses.replace(config, num_pages=auto_pages(config, speculation))
+    return config
+

@@ -1,0 +1,138 @@
+"""The runner of one rank: holds the models and pools, runs a plan, brings its tokens back."""
+
+from __future__ import annotations
+
+import torch
+
+from eyas.attention import paged_attention
+from eyas.batch import StepPlan, StepResult
+from eyas.config import EngineConfig, SpeculationConfig
+from eyas.engine.cycle import Parts, cycle, prefill
+from eyas.engine.state import DeviceState
+from eyas.errors import ConfigError
+from eyas.kv.pool import KVPool
+from eyas.models.eagle3 import Eagle3
+from eyas.models.llama import Llama
+from eyas.spans import NoSpans, Spans
+from eyas.speculate.drafter import Drafter, Eagle3Drafter, NGramDrafter, NoDrafter
+
+
+class Runner:
+    """Runs step plans on one device."""
+
+    def __init__(
+        self,
+        target: Llama,
+        drafter: Eagle3 | Drafter | None,
+        config: EngineConfig,
+        speculation: SpeculationConfig,
+        num_pages: int,
+    ) -> None:
+        """`config.context_length` is resolved; `drafter` may be a network or any `Drafter`."""
+        weight = target.embed.weight
+        self.device = weight.device
+        self.spans: Spans = NoSpans()
+        heads = (target.config.num_kv_heads, target.config.head_dim)
+        pool = _pool(target.config.num_layers, heads, num_pages, config, weight)
+        width = config.context_length + speculation.scratch
+        state = DeviceState(
+            num_slots=config.max_running_requests,
+            pages_per_slot=-(-width // config.page_size),
+            num_tokens=width,
+            device=self.device,
+        )
+        self.parts = Parts(
+            target=target,
+            pool=pool,
+            attention=paged_attention(pool),
+            drafter=_drafter(drafter, target, config, speculation, num_pages),
+            state=state,
+        )
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run one step and wait for its tokens."""
+        self.spans.mark("host")
+        self.parts.state.fill(plan)
+        first = self._prefill(plan) if plan.prefill_shape else ()
+        committed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        if plan.cycle_shape:
+            slots = torch.tensor(plan.slots).to(self.device)
+            out = cycle(self.parts, slots, plan.cycle_shape, self.spans)
+            self.spans.mark("collect")
+            rows = out.tolist()
+            committed = tuple(
+                (request_id, tuple(row[1 : row[0] + 1]))
+                for request_id, row in zip(plan.request_ids, rows, strict=True)
+            )
+            self.spans.mark(None)
+        return StepResult(first_tokens=first, cycle_tokens=committed)
+
+    def _prefill(self, plan: StepPlan) -> tuple[tuple[int, int], ...]:
+        shape = plan.prefill_shape
+        assert shape is not None, "a plan with chunks has their shape"
+        self.spans.mark("prefill")
+        width = shape.num_new
+        rows = [c.tokens + (0,) * (width - len(c.tokens)) for c in plan.chunks]
+        ends = [-1 if c.next_token is None else c.next_token for c in plan.chunks]
+        heads = [(c.slot, len(c.tokens), end) for c, end in zip(plan.chunks, ends, strict=True)]
+        head = torch.tensor(heads).to(self.device)
+        chunk = torch.tensor(rows).to(self.device)
+        drawn = prefill(self.parts, head[:, 0], chunk, head[:, 2], head[:, 1], shape).tolist()
+        self.spans.mark(None)
+        return tuple(
+            (c.request_id, token)
+            for c, token in zip(plan.chunks, drawn, strict=True)
+            if c.next_token is None
+        )
+
+
+def _pool(
+    num_layers: int,
+    heads: tuple[int, int],
+    num_pages: int,
+    config: EngineConfig,
+    weight: torch.Tensor,
+) -> KVPool:
+    """A pool beside `weight`; on a CPU in float32, so that attention need not convert."""
+    return KVPool(
+        num_layers=num_layers,
+        num_kv_heads=heads[0],
+        head_dim=heads[1],
+        num_pages=num_pages,
+        page_size=config.page_size,
+        dtype=torch.float32 if weight.device.type == "cpu" else weight.dtype,
+        device=weight.device,
+    )
+
+
+def _drafter(
+    drafter: Eagle3 | Drafter | None,
+    target: Llama,
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+    num_pages: int,
+) -> Drafter:
+    if speculation.algorithm == "NONE":
+        return NoDrafter()
+    if isinstance(drafter, Eagle3):
+        heads = (drafter.config.num_kv_heads, drafter.config.head_dim)
+        pool = _pool(1, heads, num_pages, config, target.embed.weight)
+        rows = config.max_running_requests + 1
+        return Eagle3Drafter(drafter, target.embed.weight, pool, speculation, rows)
+    if drafter is not None:
+        return drafter
+    if speculation.algorithm == "NGRAM":
+        return NGramDrafter(speculation.num_steps)
+    raise ConfigError(
+        "algorithm EAGLE3 without a drafter",
+        "EAGLE-3 needs a trained network",
+        "give a drafter checkpoint, or algorithm NGRAM or NONE",
+    )
+
+
+def auto_pages(config: EngineConfig, speculation: SpeculationConfig) -> int:
+    """Pages that let every slot reach the context length, and the dummy page."""
+    each = -(-(config.context_length + speculation.scratch) // config.page_size)
+    return config.max_running_requests * each + 1
+

@@ -1,0 +1,77 @@
+"""`DeviceState`: every request's tensors, one row a slot, on the device.
+
+Rows change in two ways only: `fill` writes what the scheduler planned before a step, and the
+passes of the step write what they commit. Nothing here is read on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from eyas.batch import StepPlan
+from eyas.sampling import SamplingRows
+
+
+class DeviceState:
+    """Slot rows; the last row is the dummy slot of padded batches."""
+
+    def __init__(
+        self, *, num_slots: int, pages_per_slot: int, num_tokens: int, device: torch.device
+    ) -> None:
+        """`num_tokens` bounds a sequence with everything a cycle may write behind it."""
+        rows = num_slots + 1
+        self.device = device
+        self.kv_lens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.roots = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.history = torch.zeros(rows, num_tokens, dtype=torch.int64, device=device)
+        self.page_table = torch.zeros(rows, pages_per_slot, dtype=torch.int64, device=device)
+        self.sampling = SamplingRows(
+            temperature=torch.zeros(rows, device=device),
+            top_k=torch.zeros(rows, dtype=torch.int64, device=device),
+            top_p=torch.ones(rows, device=device),
+            min_p=torch.zeros(rows, device=device),
+            seed=torch.zeros(rows, dtype=torch.int64, device=device),
+        )
+
+    def fill(self, plan: StepPlan) -> None:
+        """Write a plan's slot setups and page grants."""
+        if plan.inits:
+            self._set_up(plan)
+        if plan.grants:
+            rows = [g.slot for g in plan.grants for _ in g.pages]
+            columns = [g.first + i for g in plan.grants for i in range(len(g.pages))]
+            pages = [page for g in plan.grants for page in g.pages]
+            where = torch.tensor([rows, columns, pages]).to(self.device)
+            self.page_table[where[0], where[1]] = where[2]
+
+    def _set_up(self, plan: StepPlan) -> None:
+        integers = torch.tensor([(i.slot, i.top_k, i.seed) for i in plan.inits]).to(self.device)
+        reals = torch.tensor([(i.temperature, i.top_p, i.min_p) for i in plan.inits])
+        reals = reals.to(self.device)
+        slots = integers[:, 0]
+        self.page_table[slots] = 0
+        self.kv_lens[slots] = 0
+        self.sampling.top_k[slots] = integers[:, 1]
+        self.sampling.seed[slots] = integers[:, 2]
+        self.sampling.temperature[slots] = reals[:, 0]
+        self.sampling.top_p[slots] = reals[:, 1]
+        self.sampling.min_p[slots] = reals[:, 2]
+
+    def sampling_rows(self, slots: torch.Tensor) -> SamplingRows:
+        """Sampling parameters of `slots` int64[B]."""
+        rows = self.sampling
+        return SamplingRows(
+            temperature=rows.temperature[slots],
+            top_k=rows.top_k[slots],
+            top_p=rows.top_p[slots],
+            min_p=rows.min_p[slots],
+            seed=rows.seed[slots],
+        )
+
+    def write_history(
+        self, slots: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """Store tokens int64[B, M] at sequence indices `start + 0..M-1` of `slots`."""
+        index = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        index = index.clamp(max=self.history.shape[1] - 1)
+        self.history[slots[:, None], index] = tokens

@@ -1,0 +1,1 @@
+"""Speculation: draft trees, drafters, acceptance, drafter checkpoints."""
