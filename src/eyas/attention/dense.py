@@ -1,0 +1,233 @@
+"""Attention over whole documents laid side by side: training, without a cache.
+
+A pass is T flat rows; documents are runs of them, and no row sees another document. Layer rows
+past T are padding. `flash` runs torch's variable-length flash attention (CUDA, 16-bit); `loop`
+takes one document after the other in plain torch on any device and is the oracle.
+
+Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): at step s row i attends to the step-0
+keys j <= i of its document and to its own keys of steps 1..s. The causal part and the own keys
+are merged by their log-sum-exps; handed the MERGED output and log-sum-exp, flash attention's
+backward yields the exact gradient of the causal part (the identity ring attention rests on).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+BACKENDS = ("flash", "loop")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """Where the documents of a pass lie; their lengths add up to T."""
+
+    starts: torch.Tensor
+    """int32[docs + 1] on the rows' device: first row of each document, then T."""
+    lengths: tuple[int, ...]
+    """Host copy of the documents' lengths."""
+    backend: str
+    """`flash` or `loop`."""
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device, backend: str) -> Documents:
+        """Lay out documents of the given positive `lengths`; copies without waiting."""
+        assert backend in BACKENDS, f"backend {backend!r} is none of {BACKENDS}"
+        assert min(lengths) > 0, f"documents must not be empty, got lengths {lengths}"
+        starts = torch.tensor((0, *lengths), dtype=torch.int64).cumsum(0).int()
+        if device.type == "cuda":
+            starts = starts.pin_memory().to(device, non_blocking=True)
+        return cls(starts=starts, lengths=lengths, backend=backend)
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return sum(self.lengths)
+
+    def flash_args(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Starts of queries and keys and their longest document, as flash attention takes them."""
+        longest = max(self.lengths)
+        return self.starts, self.starts, longest, longest
+
+
+def causal_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, docs: Documents
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention within documents.
+
+    q, k, v [T, H, D] of one dtype. Returns the output [T, H, D] and the log-sum-exp of the scaled
+    scores, float32 [H, T].
+    """
+    scale = q.shape[-1] ** -0.5
+    if docs.backend == "flash":
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *docs.flash_args(), 0.0, True, False, scale=scale
+        )
+        assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}"
+        return out, lse
+    outs, lses = [], []
+    parts = (x.transpose(0, 1).split(docs.lengths, dim=1) for x in (q, k, v))
+    for qd, kd, vd in zip(*parts, strict=True):
+        scores = _causal_scores(qd, kd, scale)
+        lse = scores.logsumexp(-1)
+        outs.append((scores - lse.unsqueeze(-1)).exp() @ vd.float())
+        lses.append(lse)
+    return torch.cat(outs, 1).transpose(0, 1).contiguous().to(v.dtype), torch.cat(lses, 1)
+
+
+def causal_backward(
+    grad: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    docs: Documents,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v [T, H, D] for probabilities exp(scores - lse).
+
+    `grad` and `out` [T, H, D] and `lse` [H, T] may be those of an attention with further keys:
+    the result is then the causal keys' share of its gradient.
+    """
+    q, k, v = qkv
+    scale = q.shape[-1] ** -0.5
+    if docs.backend == "flash":
+        # Without dropout the kernel draws nothing: any generator state of the right type will do.
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, lse, *docs.flash_args(), 0.0, True, state, unused, scale=scale
+        )
+        return dq, dk, dv
+    delta = (grad.float() * out.float()).sum(-1).transpose(0, 1)
+    heads = [x.transpose(0, 1).split(docs.lengths, dim=1) for x in (q, k, v, grad)]
+    rows = [x.split(docs.lengths, dim=1) for x in (lse, delta)]
+    grads: list[tuple[torch.Tensor, ...]] = []
+    for qd, kd, vd, gd, lsed, deltad in zip(*heads, *rows, strict=True):
+        probs = (_causal_scores(qd, kd, scale) - lsed.unsqueeze(-1)).exp()
+        dscores = probs * (gd.float() @ vd.float().mT - deltad.unsqueeze(-1)) * scale
+        dv = probs.mT @ gd.float()
+        grads.append((dscores @ kd.float(), dscores.mT @ qd.float(), dv))
+    dq, dk, dv = (torch.cat(g, 1).transpose(0, 1).to(q.dtype) for g in zip(*grads, strict=True))
+    return dq, dk, dv
+
+
+def _causal_scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scaled scores float32 [H, L, L] of one document's q, k [H, L, D], later keys at -inf."""
+    scores = (q.float() @ k.float().mT) * scale
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(later, float("-inf"))
+
+
+class DenseCausal:
+    """`Attend` of a target over whole documents; keeps nothing, no gradient through `flash`."""
+
+    def __init__(self, docs: Documents) -> None:
+        self.docs = docs
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend causally within documents; see `eyas.layers.basic.Attend`."""
+        rows, padded = self.docs.num_rows, q.shape[0]
+        groups = q.shape[1] // k.shape[1]
+        q, k, v = (x[:rows].to(v.dtype) for x in (q, k, v))
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        out, _ = causal_forward(q, k, v, self.docs)
+        return _pad(out.flatten(1), padded)
+
+
+class TrainingTimeTest:
+    """`Attend` of a drafter's training-time test; every call is the next step.
+
+    Keys and values of the calls so far are kept, so one instance serves one pass. Differentiable
+    in all of them.
+    """
+
+    def __init__(self, docs: Documents) -> None:
+        self.docs = docs
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend to step 0 causally and to the row itself in later steps."""
+        assert layer == 0, f"a drafter has one layer, got a call from layer {layer}"
+        rows, padded = self.docs.num_rows, q.shape[0]
+        q, k, v = (x[:rows].to(v.dtype) for x in (q, k, v))
+        if not self.kept:
+            groups = q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        self.kept += (k, v)
+        out = _Merged.apply(self.docs, q, *self.kept)
+        return _pad(out.flatten(1), padded)
+
+
+def _pad(out: torch.Tensor, rows: int) -> torch.Tensor:
+    """`out` with zero rows appended up to `rows`."""
+    missing = rows - out.shape[0]
+    return torch.cat((out, out.new_zeros(missing, out.shape[1]))) if missing else out
+
+
+class _Merged(torch.autograd.Function):
+    """Causal attention over step-0 keys merged with each row's own later keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        docs: Documents,
+        q: torch.Tensor,
+        k0: torch.Tensor,
+        v0: torch.Tensor,
+        *own: torch.Tensor,
+    ) -> torch.Tensor:
+        """q, k0, v0 [T, H, D]; `own` is k1, v1, k2, v2, ... of [T, Hkv, D]. Returns [T, H, D]."""
+        out, lse = causal_forward(q, k0, v0, docs)
+        if own:
+            keys, values = own[::2], own[1::2]
+            scores = _own_scores(q, keys)
+            total = torch.logaddexp(lse.T, scores.logsumexp(-1))
+            merged = _grouped(out * (lse.T - total).exp().unsqueeze(-1), values[0])
+            shares = _grouped((scores - total.unsqueeze(-1)).exp(), values[0])
+            for j, value in enumerate(values):
+                merged = merged.addcmul(shares[..., j : j + 1], value.unsqueeze(2))
+            out, lse = merged.flatten(1, 2).to(q.dtype), total.T.contiguous()
+        ctx.docs = docs
+        ctx.save_for_backward(out, lse, q, k0, v0, *own)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of q, k0, v0 and the own keys and values, each in its input's dtype."""
+        out, lse, q, k0, v0, *own = ctx.saved_tensors
+        grad = grad.contiguous()
+        dq0, dk0, dv0 = causal_backward(grad, (q, k0, v0), out, lse, ctx.docs)
+        if not own:
+            return None, dq0, dk0, dv0
+        scale = q.shape[-1] ** -0.5
+        keys, values = own[::2], own[1::2]
+        shares = _grouped((_own_scores(q, keys) - lse.T.unsqueeze(-1)).exp(), keys[0])
+        wide, query = _grouped(grad.float(), keys[0]), _grouped(q.float(), keys[0])
+        dq = _grouped(dq0.float(), keys[0])
+        delta = (wide * _grouped(out, keys[0])).sum(-1)
+        down: list[torch.Tensor] = []
+        for j, (key, value) in enumerate(zip(keys, values, strict=True)):
+            share = shares[..., j : j + 1]
+            gain = (wide * value.unsqueeze(2)).sum(-1) - delta
+            dscore = share * gain.unsqueeze(-1) * scale
+            dq = dq.addcmul(dscore, key.unsqueeze(2))
+            down += ((dscore * query).sum(2).to(key.dtype), (share * wide).sum(2).to(key.dtype))
+        return None, dq.flatten(1, 2).to(q.dtype), dk0, dv0, *down
+
+
+def _grouped(x: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """`x[T, H, ...]` viewed as [T, Hkv, H / Hkv, ...] for `kv[T, Hkv, D]`."""
+    return x.unflatten(1, (kv.shape[1], -1))
+
+
+def _own_scores(q: torch.Tensor, keys: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Scaled scores float32 [T, H, S] of each row's query and its own S keys."""
+    query = _grouped(q.float() * q.shape[-1] ** -0.5, keys[0])
+    return torch.stack([(query * k.unsqueeze(2)).sum(-1).flatten(1) for k in keys], dim=-1)

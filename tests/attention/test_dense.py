@@ -1,0 +1,160 @@
+"""Attention without a cache: documents do not leak, and training-time test is what serving does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from eyas.attention.dense import DenseCausal, Documents, TrainingTimeTest
+from eyas.config import DrafterConfig
+from eyas.models.eagle3 import Eagle3
+
+CPU = torch.device("cpu")
+CONFIG = DrafterConfig(
+    vocab_size=50,
+    draft_vocab_size=20,
+    hidden_size=24,
+    target_hidden_size=24,
+    intermediate_size=40,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=64,
+    aux_layers=(0, 1, 2),
+    fc_norm=True,
+    norm_output=True,
+)
+
+
+def drafter() -> Eagle3:
+    """A random drafter with norms off one."""
+    torch.manual_seed(0)
+    module = Eagle3(CONFIG)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return module
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Grouped-query attention of one document, last query sees all keys; `[L, H * D]`."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))
+    scores = q.transpose(0, 1) @ k.mT / math.sqrt(q.shape[-1])
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[0])
+    out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+    return out.transpose(0, 1).flatten(1)
+
+
+class Growing:
+    """Oracle `Attend`: one request, keys appended call by call, as serving drafts."""
+
+    def __init__(self) -> None:
+        self.k, self.v = torch.empty(0), torch.empty(0)
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Append and attend."""
+        self.k = torch.cat((self.k, k)) if self.k.numel() else k
+        self.v = torch.cat((self.v, v)) if self.v.numel() else v
+        return causal(q, self.k, self.v)
+
+
+def qkv(rows: int, dtype: torch.dtype, device: torch.device = CPU) -> list[torch.Tensor]:
+    """Float q, k as rotation leaves them, and v in `dtype`, requiring gradients."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((rows, 6, 64), (rows, 2, 64), (rows, 2, 64))
+    made = [torch.randn(s, generator=generator).to(device) for s in shapes]
+    return [x.requires_grad_() for x in (made[0], made[1], made[2].to(dtype))]
+
+
+def test_dense_causal_equals_each_document_alone() -> None:
+    lengths = (5, 1, 9)
+    q, k, v = qkv(17, torch.float32)
+    got = DenseCausal(Documents.of(lengths, CPU, "loop"))(3, q, k, v)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        torch.testing.assert_close(got[rows], causal(q[rows], k[rows], v[rows]))
+        start += length
+    assert not got[15:].any(), "padding rows must be zero"
+
+
+def test_training_time_test_equals_incremental_drafting() -> None:
+    """Row i of step s equals a chain drafted s steps from a prefill of rows 0..i."""
+    module, steps, lengths = drafter(), 4, (6, 1, 8)
+    rows = sum(lengths)
+    aux, embeds = torch.randn(rows, 72), torch.randn(steps, rows, 24)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    attend, hidden, seen = TrainingTimeTest(Documents.of(lengths, CPU, "loop")), None, []
+    for step in range(steps):
+        hidden = module.fuse(aux) if hidden is None else hidden
+        x = module(embeds[step], hidden, positions + step, attend)
+        seen.append(x)
+        _, hidden = module.score(x)
+    start = 0
+    for length in lengths:
+        for anchor in range(length):
+            prefix = slice(start, start + anchor + 1)
+            growing = Growing()
+            x = module(embeds[0, prefix], module.fuse(aux[prefix]), positions[prefix], growing)
+            for step in range(steps):
+                torch.testing.assert_close(seen[step][start + anchor], x[-1], atol=2e-6, rtol=1e-5)
+                if step + 1 < steps:
+                    _, fed = module.score(x[-1:])
+                    row = embeds[step + 1, start + anchor][None]
+                    x = module(row, fed, torch.tensor([anchor + step + 1]), growing)
+        start += length
+
+
+def explicit_ttt(
+    lengths: tuple[int, ...], calls: list[list[torch.Tensor]], step: int
+) -> torch.Tensor:
+    """Step `step` by one masked softmax over all keys of all steps (EAGLE's own formulation)."""
+    q, rows = calls[step][0], sum(lengths)
+    groups = q.shape[1] // calls[0][1].shape[1]
+    keys = torch.cat([c[1] for c in calls[: step + 1]]).repeat_interleave(groups, 1)
+    values = torch.cat([c[2].float() for c in calls[: step + 1]]).repeat_interleave(groups, 1)
+    doc = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    first = (doc[:, None] == doc[None]).tril()
+    mask = torch.cat([first] + [torch.eye(rows, dtype=torch.bool)] * step, dim=1).to(q.device)
+    scores = torch.einsum("thd,shd->hts", q, keys) / math.sqrt(q.shape[-1])
+    probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    return torch.einsum("hts,shd->thd", probs, values).flatten(1)
+
+
+def compare_with_explicit(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Outputs and gradients of three steps, against autograd through the masked softmax."""
+    lengths, steps = (5, 1, 130, 9), 3
+    docs = Documents.of(lengths, device, backend)
+    calls = [qkv(docs.num_rows, dtype, device) for _ in range(steps)]
+    with torch.no_grad():
+        for s, call in enumerate(calls):
+            for x in call:
+                x.mul_(1.0 + 0.5 * s).copy_(x.to(dtype))
+    attend = TrainingTimeTest(docs)
+    got = [attend(0, *call) for call in calls]
+    want = [explicit_ttt(lengths, calls, s) for s in range(steps)]
+    weights = torch.randn(len(got), docs.num_rows, 1, device=device)
+    leaves = [x for call in calls for x in call]
+    sums = [(torch.stack([o.float() for o in outs]) * weights).sum() for outs in (got, want)]
+    got_grads = torch.autograd.grad(sums[0], leaves)
+    want_grads = torch.autograd.grad(sums[1], leaves)
+    tolerance = 3e-5 if dtype == torch.float32 else 4e-2
+    for a, b in zip((*got, *got_grads), (*want, *want_grads), strict=True):
+        assert (a.float() - b.float()).norm() <= tolerance * b.float().norm().clamp(min=1.0)
+        torch.testing.assert_close(a.float(), b.float(), atol=10 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_equal_masked_softmax(dtype: torch.dtype) -> None:
+    compare_with_explicit("loop", dtype, CPU)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a CUDA GPU")
+@pytest.mark.parametrize("backend", ["flash", "loop"])
+def test_gradients_equal_masked_softmax_on_gpu(backend: str) -> None:
+    compare_with_explicit(backend, torch.bfloat16, torch.device("cuda"))
