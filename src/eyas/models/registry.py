@@ -101,8 +101,10 @@ def rope_config(config: dict[str, Any]) -> RopeConfig:
     same. Raises `CheckpointError` for rope types other than default, linear and llama3.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise CheckpointError(f"rope_scaling={scaling!r}", "must be an object", "mend config.json")
+    if not isinstance(scaling, dict) or any(isinstance(v, dict) for v in scaling.values()):
+        raise CheckpointError(
+            f"rope scaling {scaling!r}", "must be one flat object", "use a plain Llama checkpoint"
+        )
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
     if config.get("rope_theta") not in (None, theta):
         raise CheckpointError(
