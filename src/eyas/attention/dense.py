@@ -160,7 +160,7 @@ class TrainingTimeTest:
             groups = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         self.kept += (k, v)
-        out = _Merged.apply(self.docs, q, *self.kept)
+        out: torch.Tensor = _Merged.apply(self.docs, q, *self.kept)  # type: ignore[no-untyped-call]
         return _pad(out.flatten(1), padded)
 
 
@@ -198,7 +198,7 @@ class _Merged(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of q, k0, v0 and the own keys and values, each in its input's dtype."""
         out, lse, q, k0, v0, *own = ctx.saved_tensors

@@ -11,7 +11,7 @@ the draft vocabulary carry none. Rows are never shifted: each step picks the row
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -99,9 +99,7 @@ def training_time_test(
         hidden = normed if drafter.config.norm_output else x
     stacked = torch.stack(losses)
     weights = decay ** torch.arange(steps, device=stacked.device, dtype=torch.float32)
-    return Outcome(
-        loss=stacked @ weights, step_losses=stacked.detach(), hits=torch.stack(hits)
-    )
+    return Outcome(loss=stacked @ weights, step_losses=stacked.detach(), hits=torch.stack(hits))
 
 
 def accept_lengths(batch: Pass, hits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,8 +133,9 @@ def soft_cross_entropy(
     int64 [M]). Logits exist for `chunk` rows at a time only: gradients are taken on the way (the
     fused linear cross-entropy of Liger Kernel, arXiv 2410.10989).
     """
-    loss, guess = _SoftCrossEntropy.apply(hidden, weight, probs, row_weights, chunk)
-    return cast(torch.Tensor, loss), cast(torch.Tensor, guess)
+    inputs = (hidden, weight, probs, row_weights, chunk)
+    loss, guess = _SoftCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
+    return loss, guess
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -172,7 +171,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return loss, guess
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         """Scale the kept gradients."""
         dhidden, dweight = ctx.saved_tensors
