@@ -130,68 +130,78 @@ def _open_gguf(path: Path) -> gguf.GGUFReader:
         ) from e
 
 
-def _gguf_config(path: Path, reader: gguf.GGUFReader) -> dict[str, Any]:
-    """A Llama config of the file's metadata, or the reason why there is none."""
+class _Metadata:
+    """The key-value pairs of a GGUF file, and refusals that name them."""
 
-    def value(key: str, default: Any = None) -> Any:
-        field = reader.get_field(key)
+    def __init__(self, path: Path, reader: gguf.GGUFReader) -> None:
+        self.path, self._reader = path, reader
+
+    def get(self, key: str, default: Any = None) -> Any:
+        field = self._reader.get_field(key)
         return default if field is None else field.contents()
 
-    def need(key: str) -> Any:
-        found = value(key)
+    def need(self, key: str) -> Any:
+        found = self.get(key)
         if found is None:
             raise CheckpointError(
-                f"{path}: metadata {key}", "is missing", "convert the model to GGUF again"
+                f"{self.path}: metadata {key}", "is missing", "convert the model to GGUF again"
             )
         return found
 
-    def refuse(key: str, found: Any, rule: str) -> None:
-        raise CheckpointError(
-            f"{path}: {key}={found!r}", rule, "use a Llama model, or its Hugging Face folder"
-        )
+    def only(self, key: str, allowed: tuple[Any, ...], rule: str) -> Any:
+        """The value of `key`, the first of `allowed` if absent, refused if not in `allowed`."""
+        found = self.get(key, allowed[0])
+        if found not in allowed:
+            raise CheckpointError(
+                f"{self.path}: {key}={found!r}",
+                rule,
+                "use a Llama model, or its Hugging Face folder",
+            )
+        return found
 
-    architecture = need("general.architecture")
-    if architecture != "llama":
-        refuse("general.architecture", architecture, "only the llama architecture is read")
-    if experts := value("llama.expert_count", 0):
-        refuse("llama.expert_count", experts, "mixtures of experts are not read")
-    heads, hidden = need("llama.attention.head_count"), need("llama.embedding_length")
-    head_dim = value("llama.attention.key_length", hidden // heads)
+
+def _gguf_rope(data: _Metadata) -> dict[str, Any]:
+    theta = float(data.get("llama.rope.freq_base", 10000.0))
+    key = "llama.rope.scaling.type"
+    if data.only(key, ("none", "linear"), "only linear rope scaling is read") == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    factor = float(data.need("llama.rope.scaling.factor"))
+    return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+
+
+def _gguf_config(path: Path, reader: gguf.GGUFReader) -> dict[str, Any]:
+    """A Llama config of the file's metadata, or the reason why there is none."""
+    data = _Metadata(path, reader)
+    data.need("general.architecture")
+    data.only("general.architecture", ("llama",), "only the llama architecture is read")
+    data.only("llama.expert_count", (0,), "mixtures of experts are not read")
+    heads, hidden = data.need("llama.attention.head_count"), data.need("llama.embedding_length")
+    head_dim = data.get("llama.attention.key_length", hidden // heads)
     for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
-        if (found := value(key, head_dim)) != head_dim:
-            refuse(key, found, f"must equal the head dimension {head_dim}")
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": float(value("llama.rope.freq_base", 10000.0)),
-    }
-    scaling = value("llama.rope.scaling.type", "none")
-    if scaling == "linear":
-        rope |= {"rope_type": "linear", "factor": float(need("llama.rope.scaling.factor"))}
-    elif scaling != "none":
-        refuse("llama.rope.scaling.type", scaling, "only linear rope scaling is read")
+        data.only(key, (head_dim,), f"must equal the head dimension {head_dim}")
     names = {tensor.name for tensor in reader.tensors}
-    epsilon = need("llama.attention.layer_norm_rms_epsilon")
+    epsilon = data.need("llama.attention.layer_norm_rms_epsilon")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "vocab_size": len(need("tokenizer.ggml.tokens")),
+        "vocab_size": len(data.need("tokenizer.ggml.tokens")),
         "hidden_size": hidden,
-        "intermediate_size": need("llama.feed_forward_length"),
-        "num_hidden_layers": need("llama.block_count"),
+        "intermediate_size": data.need("llama.feed_forward_length"),
+        "num_hidden_layers": data.need("llama.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": value("llama.attention.head_count_kv", heads),
+        "num_key_value_heads": data.get("llama.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": need("llama.context_length"),
+        "max_position_embeddings": data.need("llama.context_length"),
         # float32 in the file; the shortest decimal that is the same float32 is what was meant
         "rms_norm_eps": float(str(np.float32(epsilon))),
-        "rope_parameters": rope,
+        "rope_parameters": _gguf_rope(data),
         "tie_word_embeddings": "output.weight" not in names,
         "attention_bias": "blk.0.attn_q.bias" in names,
         "mlp_bias": "blk.0.ffn_up.bias" in names,
-        "bos_token_id": value("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": value("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": value("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": data.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": data.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": data.get("tokenizer.ggml.padding_token_id"),
         "dtype": "float32",
     }
 
