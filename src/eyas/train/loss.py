@@ -10,6 +10,7 @@ the draft vocabulary carry none. Rows are never shifted: each step picks the row
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,9 +134,8 @@ def soft_cross_entropy(
     int64 [M]). Logits exist for `chunk` rows at a time only: gradients are taken on the way (the
     fused linear cross-entropy of Liger Kernel, arXiv 2410.10989).
     """
-    inputs = (hidden, weight, probs, row_weights, chunk)
-    loss, guess = _SoftCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
-    return loss, guess
+    apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _SoftCrossEntropy.apply
+    return apply(hidden, weight, probs, row_weights, chunk)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):

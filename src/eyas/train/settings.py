@@ -105,6 +105,13 @@ def learning_rate(config: TrainConfig, progress: float) -> float:
 
 def drafter_config(config: TrainConfig, model: ModelConfig) -> DrafterConfig:
     """Shape of the drafter: the target's widths, heads and rotary embedding."""
+    layers = model.default_aux_layers()
+    require(
+        len(set(layers)) == len(layers),
+        f"a target of {model.num_layers} layers",
+        f"its states would be captured before layers {layers}, which must differ",
+        "train for a target of at least 7 layers",
+    )
     return DrafterConfig(
         vocab_size=model.vocab_size,
         draft_vocab_size=config.draft_vocab_size,
@@ -115,7 +122,7 @@ def drafter_config(config: TrainConfig, model: ModelConfig) -> DrafterConfig:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         max_position=model.max_position,
-        aux_layers=model.default_aux_layers(),
+        aux_layers=layers,
         rms_norm_eps=model.rms_norm_eps,
         rope=model.rope,
         fc_norm=config.fc_norm,

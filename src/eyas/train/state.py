@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,9 @@ class TrainState:
         """
         try:
             record = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             raise CheckpointError(
-                f"{path}: {error}", "the checkpoint must be readable", "train afresh"
+                str(path), "is no readable training checkpoint", "train afresh"
             ) from error
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise CheckpointError(

@@ -195,7 +195,7 @@ class Trainer:
             for batch in self.passes():
                 progress = clock.progress(state.step + 1)
                 teacher, outcome = self.forward(batch)
-                outcome.loss.backward()
+                torch.autograd.backward(outcome.loss)
                 norm = state.update(learning_rate(config, progress), config.clip)
                 tally.add(batch, teacher, outcome, norm)
                 state.step += 1
