@@ -135,7 +135,9 @@ class SpeculationConfig(Strict):
     algorithm: str = option("EAGLE3", "EAGLE3, NGRAM or NONE")
     num_steps: int = option(4, "depth of the draft tree")
     eagle_topk: int = option(1, "children tried per node; 1 is a chain")
-    num_draft_tokens: int = option(5, "nodes verified per cycle, root included; steps + 1 in a chain")
+    num_draft_tokens: int = option(
+        5, "nodes verified per cycle, root included; steps + 1 in a chain"
+    )
     shared_noise: bool = option(True, "drafter samples with the target's noise; off: plain top-k")
 
     def __post_init__(self) -> None:
@@ -198,9 +200,7 @@ class SpeculationConfig(Strict):
     @classmethod
     def chain(cls, drafts: int, algorithm: str = "EAGLE3", **rest: Any) -> SpeculationConfig:
         """A chain of `drafts` tokens."""
-        return cls(
-            algorithm=algorithm, num_steps=drafts, num_draft_tokens=drafts + 1, **rest
-        )
+        return cls(algorithm=algorithm, num_steps=drafts, num_draft_tokens=drafts + 1, **rest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,6 @@ products take 16-bit operands and accumulate in float32, as flash attention does
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
@@ -19,6 +17,8 @@ from eyas.kv.pool import KVPool, flat_rows
 
 BLOCK = 256
 """KV positions per block of the value product."""
+HIDDEN = -1e30
+"""Added to the score of a position a row does not see: its weight is exactly zero."""
 ROW_TILE = 4
 """Query rows are padded to a multiple of this (MKL's row tile in float32)."""
 
@@ -39,10 +39,10 @@ class ReferenceAttention:
         length = -(-batch.max_kv_len // span) * span
         pages = batch.page_table[:, : length // page_size]
         pages = F.pad(pages, (0, length // page_size - pages.shape[1]))
-        visible = _visible(batch, length).view(num_requests, batch.num_new, length)
-        mask = torch.zeros(visible.shape, device=start.device).masked_fill_(~visible, -torch.inf)
+        visible = _visible(batch, length).view(num_requests, batch.num_new, 1, length)
+        mask = torch.zeros(visible.shape, device=start.device).masked_fill_(~visible, HIDDEN)
         rows = flat_rows(batch.page_table, index, page_size).flatten()
-        return ReferencePass(pool=self.pool, rows=rows, pages=pages, mask=mask)
+        return ReferencePass(self.pool, rows, pages, mask)
 
 
 def _gcd(a: int, b: int) -> int:
@@ -64,14 +64,21 @@ def _visible(batch: ForwardBatch, length: int) -> torch.Tensor:
     return (tail < 0) | (in_tail & ((bits >> tail.clamp(0, 63)) & 1).bool())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReferencePass:
-    """One pass: `rows` int64[T] to write, `pages` int64[B, n] to read, `mask` f32[B, N, L]."""
+    """One pass; its working memory is allocated once and serves every layer."""
 
-    pool: KVPool
-    rows: torch.Tensor
-    pages: torch.Tensor
-    mask: torch.Tensor
+    def __init__(
+        self, pool: KVPool, rows: torch.Tensor, pages: torch.Tensor, mask: torch.Tensor
+    ) -> None:
+        """`rows` int64[T] to write, `pages` int64[B, n] to read, `mask` f32[B, N, 1, L]."""
+        self.pool, self.rows, self.pages, self.mask = pool, rows, pages.flatten(), mask
+        num_kv_heads, dim = pool.k.shape[1], pool.k.shape[3]
+        self._batch = (num_kv_heads, pages.shape[0])
+        self._length = mask.shape[-1]
+        shape = (num_kv_heads, pages.numel(), pool.page_size, dim)
+        self._keys, self._values = pool.k.new_empty(shape), pool.v.new_empty(shape)
+        self._queries: torch.Tensor | None = None
+        self._scores: torch.Tensor | None = None
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -79,46 +86,47 @@ class ReferencePass:
         """See `Attend`."""
         num_rows, padded = self.rows.shape[0], q.shape[0]
         self.pool.write(layer, self.rows, k[:num_rows], v[:num_rows])
-        keys, values = self.pool.gather(layer, self.pages)
-        num_kv_heads, dim = k.shape[1:]
-        shape = (*self.mask.shape[:2], num_kv_heads, -1, dim)
-        grouped = q[:num_rows].reshape(shape).permute(2, 0, 1, 3, 4)
-        out = _attend(grouped, keys, values, self.mask)
+        self.pool.gather(layer, self.pages, self._keys, self._values)
+        num_requests, num_new = self.mask.shape[:2]
+        grouped = q[:num_rows].view(num_requests, num_new, k.shape[1], -1, q.shape[-1])
+        out = self._attend(grouped.permute(2, 0, 1, 3, 4))
         out = out.permute(1, 2, 0, 3, 4).reshape(num_rows, -1).to(v.dtype)
         return out if padded == num_rows else F.pad(out, (0, 0, 0, padded - num_rows))
 
+    def _attend(self, q: torch.Tensor) -> torch.Tensor:
+        """Softmax(q k / sqrt(D) + mask) v in float32, for q [Hkv, B, N, G, D] and of its shape."""
+        rows, batch = q.shape[2] * q.shape[3], q.shape[0] * q.shape[1]
+        queries, scores = self._buffers(rows)
+        torch.mul(q, q.shape[-1] ** -0.5, out=queries[:, :rows].view(q.shape))
+        keys = self._keys.view(batch, self._length, -1)
+        values = self._values.view(batch, self._length, -1)
+        _product(queries, keys.transpose(1, 2), scores)
+        seen = scores[:, :rows].view(*q.shape[:4], self._length)
+        seen += self.mask
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        out = total = None
+        for start in range(0, self._length, BLOCK):
+            block = weights[:, :, start : start + BLOCK]
+            part = _product(block.to(values.dtype), values[:, start : start + BLOCK])
+            mass = block.sum(-1, keepdim=True)
+            out = part if out is None else out.add_(part)
+            total = mass if total is None else total.add_(mass)
+        assert out is not None and total is not None, "a pass has at least one block"
+        return out.div_(total)[:, :rows].view(q.shape)
 
-def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """Softmax(q k / sqrt(D) + mask) v in float32.
-
-    q [Hkv, B, N, G, D]; keys, values [Hkv * B, L, D]; mask [B, N, L]. Returns q's shape.
-    """
-    heads, num_requests, num_new, group, dim = q.shape
-    rows, length = num_new * group, keys.shape[1]
-    scaled = (q * dim**-0.5).reshape(heads * num_requests, rows, dim).to(keys.dtype)
-    missing = -rows % ROW_TILE
-    if missing:
-        scaled = F.pad(scaled, (0, 0, 0, missing))
-    scores = _product(scaled, keys.transpose(1, 2))
-    real = scores.view(heads, num_requests, -1, length)[:, :, :rows]
-    real = real.unflatten(2, (num_new, group))
-    real += mask[:, :, None, :]
-    weights = (scores - scores.amax(-1, keepdim=True)).exp_()
-    out = total = None
-    for start in range(0, length, BLOCK):
-        block = weights[:, :, start : start + BLOCK]
-        part = _product(block.to(values.dtype), values[:, start : start + BLOCK])
-        mass = block.sum(-1, keepdim=True)
-        out = part if out is None else out + part
-        total = mass if total is None else total + mass
-    assert out is not None and total is not None
-    return (out / total)[:, :rows].reshape(q.shape)
+    def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and scores of all layers, padded to the row tile; padding queries are zero."""
+        if self._queries is None or self._scores is None:
+            batch = self._batch[0] * self._batch[1]
+            padded = rows + -rows % ROW_TILE
+            self._queries = self._keys.new_zeros(batch, padded, self._keys.shape[-1])
+            size = (batch, padded, self._length)
+            self._scores = torch.empty(size, device=self._keys.device)
+        return self._queries, self._scores
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Batched matmul with a float32 result."""
     if a.dtype == torch.float32:
-        return torch.bmm(a, b)
+        return torch.bmm(a, b, out=out)
     return torch.bmm(a, b, out_dtype=torch.float32)

@@ -67,9 +67,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.speculation, PageAllocator(num_pages))
         self._next_id = 0
 
-    def add(
-        self, prompt: Sequence[int], params: SamplingParams, stream: bool = False
-    ) -> Request:
+    def add(self, prompt: Sequence[int], params: SamplingParams, stream: bool = False) -> Request:
         """Queue a prompt; raises `RequestError` before anything is touched if it can't be served."""
         self.check(prompt, params)
         eos = () if params.ignore_eos else self.tokenizer.eos_ids
@@ -179,9 +177,7 @@ class LLM:
             config=config,
         )
 
-    def sibling(
-        self, speculation: SpeculationConfig, config: EngineConfig | None = None
-    ) -> LLM:
+    def sibling(self, speculation: SpeculationConfig, config: EngineConfig | None = None) -> LLM:
         """Another engine over the same weights, with its own pools."""
         other = object.__new__(LLM)
         other.tokenizer, other.target = self.tokenizer, self.target
@@ -258,4 +254,3 @@ def resolve_engine(
     if config.num_pages == 0:
         config = dataclasses.replace(config, num_pages=auto_pages(config, speculation))
     return config
-

@@ -135,4 +135,3 @@ def auto_pages(config: EngineConfig, speculation: SpeculationConfig) -> int:
     """Pages that let every slot reach the context length, and the dummy page."""
     each = -(-(config.context_length + speculation.scratch) // config.page_size)
     return config.max_running_requests * each + 1
-

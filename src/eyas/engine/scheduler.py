@@ -134,9 +134,7 @@ class Scheduler:
 
     def _grant(self, request: Request, count: int, grants: list[PageGrant]) -> None:
         pages = self.allocator.allocate(count)
-        grants.append(
-            PageGrant(slot=request.slot, first=len(request.pages), pages=tuple(pages))
-        )
+        grants.append(PageGrant(slot=request.slot, first=len(request.pages), pages=tuple(pages)))
         request.pages.extend(pages)
 
     def _admit(self, grants: list[PageGrant]) -> list[SlotInit]:

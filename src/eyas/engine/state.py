@@ -68,9 +68,7 @@ class DeviceState:
             seed=rows.seed[slots],
         )
 
-    def write_history(
-        self, slots: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor
-    ) -> None:
+    def write_history(self, slots: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor) -> None:
         """Store tokens int64[B, M] at sequence indices `start + 0..M-1` of `slots`."""
         index = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         index = index.clamp(max=self.history.shape[1] - 1)

@@ -80,15 +80,14 @@ class KVPool:
         self.k[layer].index_copy_(1, rows, k.transpose(0, 1).to(self.k.dtype))
         self.v[layer].index_copy_(1, rows, v.transpose(0, 1).to(self.v.dtype))
 
-    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [Hkv * B, n * page_size, D] of `pages` int64[B, n]."""
-        num, flat = pages.shape[1], pages.flatten()
-        out = []
-        for tensor in (self.k[layer], self.v[layer]):
-            heads, _, dim = tensor.shape
-            picked = tensor.view(heads, -1, self.page_size, dim).index_select(1, flat)
-            out.append(picked.view(-1, num * self.page_size, dim))
-        return out[0], out[1]
+    def gather(
+        self, layer: int, pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Copy `pages` int64[M] of `layer` into keys, values [Hkv, M, page_size, D]."""
+        for pooled, out in ((self.k, keys), (self.v, values)):
+            heads, _, dim = pooled.shape[1:]
+            paged = pooled[layer].view(heads, -1, self.page_size, dim)
+            torch.index_select(paged, 1, pages, out=out)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy flat positions `source` int64[M] onto `target` int64[M] in every layer."""
