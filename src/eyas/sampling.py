@@ -102,9 +102,12 @@ def draw(
 
 
 def scale(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Logits float32 [R, V] over the temperature; greedy rows unchanged."""
+    """Logits float32 [R, V] over the temperature; greedy rows unchanged.
+
+    Temperatures below a millionth count as that: smaller ones would make the scores infinite.
+    """
     greedy = rows.temperature <= 0
-    return logits.float() / torch.where(greedy, 1.0, rows.temperature)[:, None]
+    return logits.float() / torch.where(greedy, 1.0, rows.temperature.clamp(min=1e-6))[:, None]
 
 
 def perturb(
