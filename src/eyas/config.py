@@ -97,9 +97,18 @@ class ModelConfig(Strict):
         )
 
     def default_aux_layers(self) -> tuple[int, ...]:
-        """Boundaries captured for EAGLE-3: inputs of layers 2, L/2 and L-3 (EAGLE reference)."""
-        last = self.num_layers
-        return tuple(min(max(i, 0), last) for i in (2, last // 2, last - 3))
+        """Boundaries captured for EAGLE-3: inputs of layers 2, L/2 and L-3 (EAGLE reference).
+
+        Raises `ConfigError` for targets so shallow that these are not three ascending layers.
+        """
+        layers = (2, self.num_layers // 2, self.num_layers - 3)
+        require(
+            layers[0] < layers[1] < layers[2],
+            f"a target of {self.num_layers} layers",
+            f"its states would be captured before layers {layers}, which must ascend",
+            "name the layers to capture",
+        )
+        return layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-_WORD = 0xFFFFFFFF
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
@@ -43,22 +41,27 @@ class SamplingRows:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Avalanche the low 32 bits (the finaliser of MurmurHash3), in int64."""
-    x = x & _WORD
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _WORD
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _WORD
-    return x ^ (x >> 16)
+    """Avalanche of int32 words, with wrapping products (the finaliser of MurmurHash3)."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _signed(word: int) -> int:
+    """A 32-bit word as int32 reads it."""
+    return word - (word >> 31 << 32)
 
 
 def gumbel_noise(seed: torch.Tensor, index: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise float32 [R, M] for seed int64[R], index int64[R], ids int64[M | R, M].
 
-    A pure function of (seed, index, id): 32 hashed bits a draw.
+    A pure function of (seed, index, id): 31 hashed bits a draw.
     """
-    low = _mix(_mix(seed) ^ index)
-    high = _mix(low + (seed >> 32) + 0x9E3779B9)
-    bits = _mix(_mix(ids * 0x9E3779B1 + low[:, None]) ^ high[:, None])
-    uniform = ((bits.double() + 0.5) * 2.0**-32).float().clamp_(max=1 - 2.0**-24)
+    low = _mix(_mix(seed.int()) ^ index.int())
+    high = _mix(low + (seed >> 32).int() + _signed(0x9E3779B9))
+    spread = ids.int() * _signed(0x9E3779B1)
+    bits = _mix(_mix(spread + low[:, None]) ^ high[:, None]) & 0x7FFFFFFF
+    uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 

@@ -71,11 +71,13 @@ class ReferencePass:
         self, pool: KVPool, rows: torch.Tensor, pages: torch.Tensor, mask: torch.Tensor
     ) -> None:
         """`rows` int64[T] to write, `pages` int64[B, n] to read, `mask` f32[B, N, 1, L]."""
-        self.pool, self.rows, self.pages, self.mask = pool, rows, pages.flatten(), mask
+        self.pool, self.rows, self.mask = pool, rows, mask
+        self._pages = pool.page_rows(pages.flatten())
         num_kv_heads, dim = pool.k.shape[1], pool.k.shape[3]
         self._batch = (num_kv_heads, pages.shape[0])
         self._length = mask.shape[-1]
-        shape = (num_kv_heads, pages.numel(), pool.page_size, dim)
+        self._dim = dim
+        shape = (num_kv_heads * pages.numel(), pool.page_size * dim)
         self._keys, self._values = pool.k.new_empty(shape), pool.v.new_empty(shape)
         self._queries: torch.Tensor | None = None
         self._scores: torch.Tensor | None = None
@@ -86,7 +88,7 @@ class ReferencePass:
         """See `Attend`."""
         num_rows, padded = self.rows.shape[0], q.shape[0]
         self.pool.write(layer, self.rows, k[:num_rows], v[:num_rows])
-        self.pool.gather(layer, self.pages, self._keys, self._values)
+        self.pool.gather(layer, self._pages, self._keys, self._values)
         num_requests, num_new = self.mask.shape[:2]
         grouped = q[:num_rows].view(num_requests, num_new, k.shape[1], -1, q.shape[-1])
         out = self._attend(grouped.permute(2, 0, 1, 3, 4))
@@ -98,8 +100,8 @@ class ReferencePass:
         rows, batch = q.shape[2] * q.shape[3], q.shape[0] * q.shape[1]
         queries, scores = self._buffers(rows)
         torch.mul(q, q.shape[-1] ** -0.5, out=queries[:, :rows].view(q.shape))
-        keys = self._keys.view(batch, self._length, -1)
-        values = self._values.view(batch, self._length, -1)
+        keys = self._keys.view(batch, self._length, self._dim)
+        values = self._values.view(batch, self._length, self._dim)
         _product(queries, keys.transpose(1, 2), scores)
         seen = scores[:, :rows].view(*q.shape[:4], self._length)
         seen += self.mask
@@ -119,7 +121,7 @@ class ReferencePass:
         if self._queries is None or self._scores is None:
             batch = self._batch[0] * self._batch[1]
             padded = rows + -rows % ROW_TILE
-            self._queries = self._keys.new_zeros(batch, padded, self._keys.shape[-1])
+            self._queries = self._keys.new_zeros(batch, padded, self._dim)
             size = (batch, padded, self._length)
             self._scores = torch.empty(size, device=self._keys.device)
         return self._queries, self._scores

@@ -68,7 +68,7 @@ class Engine:
         self._next_id = 0
 
     def add(self, prompt: Sequence[int], params: SamplingParams, stream: bool = False) -> Request:
-        """Queue a prompt; raises `RequestError` before anything is touched if it can't be served."""
+        """Queue a prompt; raises `RequestError`, touching nothing, if it can't be served."""
         self.check(prompt, params)
         eos = () if params.ignore_eos else self.tokenizer.eos_ids
         wants_text = stream or bool(params.stop)

@@ -80,14 +80,18 @@ class KVPool:
         self.k[layer].index_copy_(1, rows, k.transpose(0, 1).to(self.k.dtype))
         self.v[layer].index_copy_(1, rows, v.transpose(0, 1).to(self.v.dtype))
 
+    def page_rows(self, pages: torch.Tensor) -> torch.Tensor:
+        """Rows int64[Hkv * M] that `gather` takes for `pages` int64[M] of every KV head."""
+        heads = torch.arange(self.k.shape[1], device=pages.device)
+        return (heads[:, None] * self.num_pages + pages).flatten()
+
     def gather(
-        self, layer: int, pages: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Copy `pages` int64[M] of `layer` into keys, values [Hkv, M, page_size, D]."""
+        """Copy the pages of `page_rows` of `layer` into keys, values [Hkv * M, page_size * D]."""
         for pooled, out in ((self.k, keys), (self.v, values)):
-            heads, _, dim = pooled.shape[1:]
-            paged = pooled[layer].view(heads, -1, self.page_size, dim)
-            torch.index_select(paged, 1, pages, out=out)
+            paged = pooled[layer].view(-1, self.page_size * pooled.shape[-1])
+            torch.index_select(paged, 0, rows, out=out)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy flat positions `source` int64[M] onto `target` int64[M] in every layer."""
