@@ -1,0 +1,288 @@
+"""The command line: thin. Flags derive from config fields (`flags.py`); work is done elsewhere.
+
+An `EyasError` becomes one red line on stderr and exit status 2; `--debug` shows its stack trace.
+Commands import what they need when they run, so that `eyas --help` is quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.console import Console
+
+from eyas.config import EngineConfig, SamplingParams, SpeculationConfig, require
+from eyas.errors import EyasError, RequestError
+from eyas.flags import FlagGroup, with_configs
+from eyas.report.options import BenchConfig
+from eyas.train.settings import TrainConfig
+
+if TYPE_CHECKING:
+    from eyas.engine.engine import LLM
+    from eyas.report.answering import Answering
+
+app = typer.Typer(
+    name="eyas",
+    help="LLM inference with EAGLE-3 speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+Model = Annotated[
+    str, typer.Option(help="smollm2, a checkpoint folder, a .gguf file or a hub repository")
+]
+Drafter = Annotated[
+    str, typer.Option(help="drafter checkpoint; auto takes the one shipped for the model, or none")
+]
+Json = Annotated[str, typer.Option("--json", help="file that the record is written to")]
+Prompts = Annotated[list[str] | None, typer.Argument(help="prompts, answered together")]
+PromptFile = Annotated[
+    str, typer.Option("--prompts", help='JSON Lines file of {"prompt"} or {"turns"} rows')
+]
+Raw = Annotated[bool, typer.Option(help="send prompts as they are, without chat template")]
+System = Annotated[str, typer.Option(help="system message of the conversation")]
+
+
+def _complete_chain(given: dict[str, Any]) -> dict[str, Any]:
+    """Without a number of draft tokens a chain verifies its steps and the root."""
+    is_chain = given.get("eagle_topk", 1) == 1
+    if "num_steps" in given and "num_draft_tokens" not in given and is_chain:
+        return given | {"num_draft_tokens": given["num_steps"] + 1}
+    return given
+
+
+ENGINE = FlagGroup(config=EngineConfig, skip=("seed",), panel="Engine")
+SPECULATION = FlagGroup(
+    config=SpeculationConfig,
+    prefix="speculative_",
+    optional=True,
+    panel="Speculation",
+    complete=_complete_chain,
+)
+SAMPLING = FlagGroup(config=SamplingParams, panel="Sampling")
+BENCH = FlagGroup(config=BenchConfig, panel="Bench")
+TRAIN = FlagGroup(config=TrainConfig, panel="Training")
+
+
+def command(**groups: FlagGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command whose parameters named in `groups` are configs made from flags."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        expanded = with_configs(**groups)(function)
+
+        def guarded(*, debug: bool, **values: Any) -> None:
+            try:
+                expanded(**values)
+            except EyasError as error:
+                if debug:
+                    raise
+                _report(error)
+                raise typer.Exit(2) from None
+
+        signature = inspect.signature(expanded)
+        flag = inspect.Parameter(
+            "debug",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=typer.Option(False, "--debug", help="show the stack trace of an error"),
+            annotation=bool,
+        )
+        guarded.__name__, guarded.__doc__ = function.__name__, function.__doc__
+        guarded.__annotations__ = expanded.__annotations__ | {"debug": bool}
+        cast(Any, guarded).__signature__ = signature.replace(
+            parameters=[*signature.parameters.values(), flag]
+        )
+        app.command()(guarded)
+        return guarded
+
+    return register
+
+
+@command(engine=ENGINE)
+def demo(engine: EngineConfig, model: Model = "smollm2", drafter: Drafter = "auto") -> None:
+    """Show plain decoding and EAGLE-3 side by side, their equal texts, and the speed-up."""
+    from eyas.report.demo import demo as show_demo
+
+    if not show_demo(_load(model, drafter, engine, None), Console()):
+        raise typer.Exit(1)
+
+
+@command(engine=ENGINE, speculation=SPECULATION, sampling=SAMPLING)
+def generate(
+    engine: EngineConfig,
+    speculation: SpeculationConfig | None,
+    sampling: SamplingParams,
+    prompt: Prompts = None,
+    prompts: PromptFile = "",
+    model: Model = "smollm2",
+    drafter: Drafter = "auto",
+    raw: Raw = False,
+) -> None:
+    """Answer prompts: a single one as it is written, several together."""
+    from eyas.report.answering import Answering
+    from eyas.report.bench import encode
+    from eyas.report.prompts import load_prompts
+
+    texts = [*(prompt or []), *(load_prompts(prompts) if prompts else [])]
+    if not texts or not all(text.strip() for text in texts):
+        raise RequestError("empty prompt", "a prompt needs some text", "give one in quotes")
+    llm = _load(model, drafter, engine, speculation)
+    tokens = encode(llm, texts, not raw)
+    run = Answering(llm.engine, tokens, [sampling] * len(tokens), stream=True)
+    while not run.done:
+        run.step()
+        if len(texts) == 1:
+            typer.echo(run.new_text(), nl=False)
+    if len(texts) == 1:
+        typer.echo()
+    else:
+        for text, request in zip(texts, run.requests, strict=True):
+            typer.secho(f"> {text}", bold=True)
+            typer.echo(f"{request.text}\n")
+    _summary(run)
+
+
+@command(engine=ENGINE, speculation=SPECULATION, sampling=SAMPLING)
+def chat(
+    engine: EngineConfig,
+    speculation: SpeculationConfig | None,
+    sampling: SamplingParams,
+    model: Model = "smollm2",
+    drafter: Drafter = "auto",
+    system: System = "",
+) -> None:
+    """Talk with the model; /reset forgets the conversation, /exit or Ctrl-D ends it."""
+    from eyas.chat import Conversation
+
+    talk = Conversation(_load(model, drafter, engine, speculation), sampling, system)
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            typer.echo()
+            return
+        if text == "/exit":
+            return
+        if text == "/reset":
+            talk.reset()
+        elif text:
+            _turn(talk.ask(text))
+            if talk.last is not None:
+                _summary(talk.last)
+
+
+@command(engine=ENGINE, speculation=SPECULATION, sampling=SAMPLING, bench_config=BENCH)
+def bench(
+    engine: EngineConfig,
+    speculation: SpeculationConfig | None,
+    sampling: SamplingParams,
+    bench_config: BenchConfig,
+    model: Model = "smollm2",
+    drafter: Drafter = "auto",
+    json_file: Json = "",
+) -> None:
+    """Measure speculation against plain decoding; prints tables, then the record as JSON."""
+    from eyas.report.bench import bench as measure
+    from eyas.report.bench import select
+    from eyas.report.table import show
+
+    texts = select(bench_config)
+    _check_writable(json_file)
+    if engine.max_running_requests < bench_config.batch_size:
+        engine = dataclasses.replace(engine, max_running_requests=bench_config.batch_size)
+    llm = _load(model, drafter, engine, speculation)
+    record = measure(llm, texts, bench_config, sampling, Console(stderr=True).is_terminal)
+    record["flags"] |= {"model": model, "drafter": drafter}
+    show(Console(), record)
+    if json_file:
+        Path(json_file).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    typer.echo(json.dumps(record))
+
+
+@command(config=TRAIN)
+def train(config: TrainConfig) -> None:
+    """Train an EAGLE-3 drafter on text that the target writes, and export it."""
+    from eyas.train.trainer import run
+
+    run(config)
+
+
+@command(engine=ENGINE)
+def info(engine: EngineConfig, model: Model = "smollm2", drafter: Drafter = "auto") -> None:
+    """Show what the machine and the checkpoint are."""
+    from eyas.report.info import checkpoint, machine
+
+    _show_facts("machine", machine(engine))
+    wanted = None if drafter == "none" else drafter
+    _show_facts(f"model {model}", checkpoint(model, wanted, engine))
+
+
+def _load(
+    model: str, drafter: str, engine: EngineConfig, speculation: SpeculationConfig | None
+) -> LLM:
+    from eyas.engine.engine import LLM
+
+    wanted = None if drafter == "none" else drafter
+    return LLM(model, drafter=wanted, speculation=speculation, config=engine)
+
+
+def _turn(pieces: Any) -> None:
+    """Print an answer as it comes; Ctrl-C leaves it, an error leaves the conversation as it was."""
+    try:
+        for piece in pieces:
+            typer.echo(piece, nl=False)
+    except KeyboardInterrupt:
+        pieces.close()
+    except RequestError as error:
+        _report(error)
+    typer.echo()
+
+
+def _report(error: EyasError) -> None:
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print("error:", style="bold red", end=" ")
+    console.print(str(error), style="red", markup=False)
+
+
+def _summary(run: Answering) -> None:
+    """One dim line on stderr: tokens, rate, tokens a cycle."""
+    lengths = run.accept_lengths()
+    parts = [f"{run.num_tokens} tokens", f"{run.end_to_end_rate():.1f} tok/s"]
+    if lengths:
+        parts.append(f"{sum(lengths) / len(lengths):.2f} tokens a cycle")
+    Console(stderr=True, highlight=False).print(", ".join(parts), style="dim")
+
+
+def _check_writable(file: str) -> None:
+    """Raise `ConfigError` now rather than lose a record after a long run; "" is no file."""
+    place = Path(file)
+    writable = os.access(place if place.exists() else place.parent, os.W_OK)
+    require(
+        not file or (writable and not place.is_dir()),
+        f"json file {file}",
+        "cannot be written",
+        "give a file in a folder that exists and is yours",
+    )
+
+
+def _show_facts(title: str, facts: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {_fact(one)}" for key, one in value.items())
+        table.add_row(name, _fact(value))
+    Console().print(table)
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

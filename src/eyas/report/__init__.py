@@ -1,0 +1,1 @@
+"""Reports: prompts, measured runs, tables, demo."""

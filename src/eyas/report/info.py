@@ -1,0 +1,74 @@
+"""What the machine and a checkpoint are: the answer of `eyas info`, as plain dicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from eyas.checkpoint import read_config, resolve
+from eyas.config import EngineConfig, ModelConfig
+from eyas.errors import CheckpointError
+from eyas.fingerprint import fingerprint
+from eyas.models.llama import Llama
+from eyas.models.registry import model_config, resolve_device, resolve_dtype
+from eyas.speculate.checkpoints import find_drafter, load_drafter
+
+
+def machine(config: EngineConfig) -> dict[str, Any]:
+    """The fingerprint, and the device and type an engine would take."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    return fingerprint() | {"device": str(device), "dtype": _type_name(dtype)}
+
+
+def checkpoint(model: str, drafter: str | None, config: EngineConfig) -> dict[str, Any]:
+    """Architecture, size, memory and drafter of `model`; raises `CheckpointError`."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    folder = resolve(model)
+    raw = read_config(folder)
+    target = model_config(raw)
+    parameters = num_parameters(target)
+    kv_type = torch.float32 if device.type == "cpu" else dtype
+    kv_values = 2 * target.num_layers * target.num_kv_heads * target.head_dim
+    return {
+        "folder": str(folder),
+        "architecture": ", ".join(raw.get("architectures") or ["unknown"]),
+        "layers": target.num_layers,
+        "hidden": target.hidden_size,
+        "heads": f"{target.num_heads} query, {target.num_kv_heads} KV, dimension {target.head_dim}",
+        "vocabulary": target.vocab_size,
+        "context": target.max_position,
+        "parameters": parameters,
+        "weights": f"{parameters * dtype.itemsize / 1e6:.0f} MB in {_type_name(dtype)}",
+        "KV per token": f"{kv_values * kv_type.itemsize / 1e3:.1f} kB in {_type_name(kv_type)}",
+        "drafter": _drafter(drafter, model, target),
+    }
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Parameters of a target; tied ones count once."""
+    with torch.device("meta"):
+        model = Llama(config)
+    return sum(p.numel() for p in model.parameters())
+
+
+def _drafter(drafter: str | None, model: str, target: ModelConfig) -> str:
+    """Which drafter is found, and whether it fits."""
+    if drafter is None:
+        return "none wanted"
+    try:
+        place = find_drafter(drafter, model)
+        if place is None:
+            return "none is shipped for this target"
+        network = load_drafter(place, target, torch.bfloat16, torch.device("cpu"))
+    except CheckpointError as e:
+        return f"does not fit: {e}"
+    count = sum(p.numel() for p in network.parameters())
+    sizes = f"{count / 1e6:.1f} M parameters, {network.config.draft_vocab_size} draft tokens"
+    return f"{place}: fits ({sizes})"
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
