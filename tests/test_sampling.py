@@ -74,7 +74,7 @@ def test_filters_keep_what_numpy_keeps(temperature: float) -> None:
         for row, one in enumerate(params):
             kept = set(filtered[row].isfinite().nonzero().flatten().tolist())
             on_edge = kept ^ numpy_kept(logits[row].numpy(), one)
-            assert not on_edge or one.top_p == 0.999 and len(on_edge) == 1, one
+            assert not on_edge or (one.top_p == 0.999 and len(on_edge) == 1), one
         assert torch.equal(filtered[-1], scale(logits, rows_of(params))[-1]), "no filter, no change"
 
 

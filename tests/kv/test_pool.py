@@ -1,0 +1,106 @@
+"""Pages: none is lost, none is lent twice, and positions fall where they belong."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from eyas.errors import CapacityError
+from eyas.kv.pool import DUMMY_PAGE, KVPool, PageAllocator, flat_rows
+
+CPU = torch.device("cpu")
+
+
+def make_pool(page_size: int, num_pages: int = 9) -> KVPool:
+    return KVPool(
+        num_layers=2,
+        num_kv_heads=3,
+        head_dim=4,
+        num_pages=num_pages,
+        page_size=page_size,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_lending_loses_nothing(seed: int) -> None:
+    """Fault: KV leaks. A thousand random loans and returns; the dummy page is never lent."""
+    rng = random.Random(seed)
+    allocator = PageAllocator(40)
+    owned: list[list[int]] = []
+    for _ in range(1000):
+        if owned and rng.random() < 0.5:
+            allocator.free(owned.pop(rng.randrange(len(owned))))
+        else:
+            want = rng.randrange(0, 12)
+            if want > allocator.num_free:
+                before = allocator.num_free
+                with pytest.raises(CapacityError, match=f"{want} pages wanted, {before} free"):
+                    allocator.allocate(want)
+                assert allocator.num_free == before, "a refused loan takes nothing"
+            else:
+                owned.append(allocator.allocate(want))
+        lent = [page for pages in owned for page in pages]
+        assert DUMMY_PAGE not in lent
+        assert len(set(lent)) == len(lent)
+        assert len(lent) + allocator.num_free == 39
+        allocator.check_integrity(owned)
+
+
+def test_integrity_check_sees_losses_and_double_owners() -> None:
+    """The guard of the other tests works: lost, twice owned, and twice freed pages are seen."""
+    allocator = PageAllocator(5)
+    pages = allocator.allocate(2)
+    allocator.check_integrity([pages])
+    for wrong in ([], [pages[:1]], [pages, pages[:1]], [[*pages, 0]]):
+        with pytest.raises(AssertionError, match="lost or owned twice"):
+            allocator.check_integrity(wrong)
+    allocator.free(pages)
+    allocator.free(pages[:1])
+    with pytest.raises(AssertionError, match="lost or owned twice"):
+        allocator.check_integrity([])
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_positions_follow_the_page_table(page_size: int) -> None:
+    """Fault: page edges. Every index falls on its page; those past the table on the dummy page."""
+    table = torch.tensor([[5, 2, 7], [1, 0, 0]])
+    index = torch.arange(5 * page_size).expand(2, -1)
+    rows = flat_rows(table, index, page_size)
+    for b in range(2):
+        for i in range(5 * page_size):
+            page = int(table[b, i // page_size]) if i // page_size < 3 else DUMMY_PAGE
+            assert int(rows[b, i]) == page * page_size + i % page_size
+
+
+def test_write_touches_its_rows_and_layer_only() -> None:
+    """Fault: writes to real memory of others. Nothing but the named rows of one layer changes."""
+    pool = make_pool(4)
+    pool.k.fill_(-1.0)
+    pool.v.fill_(-2.0)
+    rows = torch.tensor([17, 3, 30])
+    k, v = torch.randn(3, 3, 4), torch.randn(3, 3, 4)
+    pool.write(1, rows, k, v)
+    for tensor, new, old in ((pool.k, k, -1.0), (pool.v, v, -2.0)):
+        assert torch.equal(tensor[1][:, rows], new.transpose(0, 1))
+        rest = torch.ones(36, dtype=torch.bool)
+        rest[rows] = False
+        assert (tensor[1][:, rest] == old).all()
+        assert (tensor[0] == old).all()
+
+
+def test_move_reads_before_it_writes() -> None:
+    """Fault: accepted KV overwritten while it is made contiguous. Overlapping moves are exact."""
+    pool = make_pool(4)
+    pool.k.copy_(torch.randn(pool.k.shape))
+    pool.v.copy_(torch.randn(pool.v.shape))
+    before_k, before_v = pool.k.clone(), pool.v.clone()
+    source, target = torch.tensor([5, 6, 9, 4, 20]), torch.tensor([4, 5, 6, 9, 20])
+    pool.move(source, target)
+    before_k[:, :, target] = before_k[:, :, source]
+    before_v[:, :, target] = before_v[:, :, source]
+    assert torch.equal(pool.k, before_k)
+    assert torch.equal(pool.v, before_v)
