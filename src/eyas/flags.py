@@ -58,7 +58,7 @@ class FlagGroup:
         option = typer.Option(
             None,
             _declaration(name, field.default),
-            help=field.metadata["doc"] + _shown(field.default),
+            help=_help(field),
             show_default=False,
             rich_help_panel=self.panel,
         )
@@ -73,11 +73,14 @@ def _declaration(name: str, default: Any) -> str:
     return f"--no-{flag}" if default is True else f"--{flag}"
 
 
-def _shown(default: Any) -> str:
-    """How a default reads in help; empty where it says nothing."""
-    if default is dataclasses.MISSING or isinstance(default, bool) or default in (None, (), ""):
-        return ""
-    return f" (default {default})"
+def _help(field: dataclasses.Field[Any]) -> str:
+    """The field's `doc`, with its default where that says something."""
+    doc, default = field.metadata["doc"], field.default
+    if default is True:
+        return f"turn off: {doc}"
+    if default is dataclasses.MISSING or default is False or default in (None, (), ""):
+        return str(doc)
+    return f"{doc} (default {default})"
 
 
 def _flag_type(hint: Any) -> Any:
