@@ -352,3 +352,29 @@ def test_time_limit_ends_a_run(target: Llama, tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.step == 1
     assert trainer.config.checkpoint_path.exists()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a CUDA GPU")
+def test_flash_and_loop_train_alike_without_waiting(target: Llama, tmp_path: Path) -> None:
+    """On a GPU: same losses from both attentions, and no step reads the device."""
+    model = Llama(MODEL).requires_grad_(False)
+    model.load_state_dict(target.state_dict())
+    model = model.to("cuda")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    losses = []
+    for attention in ("flash", "loop"):
+        settings = config(tmp_path / attention, attention=attention, dtype="bfloat16")
+        trainer = Trainer(settings, model, corpus(8))
+        seen = []
+        for batch, _ in zip(trainer.passes(), range(4), strict=False):
+            torch.cuda.set_sync_debug_mode("error" if seen else "default")
+            try:
+                _, outcome = trainer.forward(batch)
+                torch.autograd.backward(outcome.loss)
+                trainer.state.update(1e-3, 1.0)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            seen.append(outcome.loss.detach())
+        losses.append(torch.stack(seen).cpu())
+    torch.testing.assert_close(losses[0], losses[1], rtol=0.03, atol=0.03)

@@ -35,7 +35,7 @@ SENTINELS = ("QfirstQ", "QsecondQ", "QthirdQ")
 class TextConfig(Strict):
     """What text the target writes, and how much."""
 
-    model: str = option("HuggingFaceTB/SmolLM2-135M-Instruct", "target: folder, file or hub name")
+    model: str = option("smollm2", "target: folder, GGUF file, hub id, or smollm2")
     folder: str = option("drafter-run", "where text, checkpoints and results go")
     device: str = option("auto", "cpu, cuda or auto")
     seed: int = option(0, "seed of text, order and initial weights")

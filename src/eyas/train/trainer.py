@@ -189,7 +189,7 @@ class Trainer:
         config, state = self.config, self.state
         clock = Clock(config, state.elapsed)
         tally, tokens = Tally(config.ttt_steps, self.device), 0
-        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns) as bar:
             task = bar.add_task("starting", total=1.0)
             for batch in self.passes():
