@@ -366,7 +366,7 @@ def test_flash_and_loop_train_alike_without_waiting(target: Llama, tmp_path: Pat
     for attention in ("flash", "loop"):
         settings = config(tmp_path / attention, attention=attention, dtype="bfloat16")
         trainer = Trainer(settings, model, corpus(8))
-        seen = []
+        seen: list[torch.Tensor] = []
         for batch, _ in zip(trainer.passes(), range(4), strict=False):
             torch.cuda.set_sync_debug_mode("error" if seen else "default")
             try:
