@@ -21,10 +21,11 @@ class Conversation:
         self._system = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._system)
         self.last: Answering | None = None
-        """The last turn as it ran."""
+        """The last turn as it ran; None if it was refused."""
 
     def ask(self, text: str) -> Iterator[str]:
         """Yield the answer to `text` in pieces; raises `RequestError` before the first."""
+        self.last = None
         if not text.strip():
             raise RequestError("empty message", "a turn needs some text", "write something")
         messages = [*self.messages, {"role": "user", "content": text}]

@@ -109,7 +109,7 @@ def demo(engine: EngineConfig, model: Model = "smollm2", drafter: Drafter = "aut
     """Show plain decoding and EAGLE-3 side by side, their equal texts, and the speed-up."""
     from eyas.report.demo import demo as show_demo
 
-    if not show_demo(_load(model, drafter, engine, None), Console()):
+    if not show_demo(_load(model, drafter, engine, None), Console(highlight=False)):
         raise typer.Exit(1)
 
 
@@ -199,7 +199,7 @@ def bench(
     llm = _load(model, drafter, engine, speculation)
     record = measure(llm, texts, bench_config, sampling, Console(stderr=True).is_terminal)
     record["flags"] |= {"model": model, "drafter": drafter}
-    show(Console(), record)
+    show(Console(highlight=False), record)
     if json_file:
         Path(json_file).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     typer.echo(json.dumps(record))
@@ -279,7 +279,7 @@ def _show_facts(title: str, facts: dict[str, Any]) -> None:
         if isinstance(value, dict):
             value = ", ".join(f"{key} {_fact(one)}" for key, one in value.items())
         table.add_row(name, _fact(value))
-    Console().print(table)
+    Console(highlight=False).print(table)
 
 
 def _fact(value: Any) -> str:
