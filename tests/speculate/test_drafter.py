@@ -1,0 +1,204 @@
+"""Drafters inside a running engine, against drafting written out plainly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from eyas.batch import ForwardMode
+from eyas.config import SamplingParams, SpeculationConfig
+from eyas.engine.engine import Engine
+from eyas.models.eagle3 import Eagle3
+from eyas.models.llama import Llama
+from eyas.sampling import SamplingRows
+from eyas.speculate.drafter import Committed, DraftContext, Drafter, NGramDrafter
+from eyas.speculate.tree import Draft
+from tests.eagle3_reference import Noise, draft_paths
+from tests.helpers import (
+    TREES,
+    Job,
+    chain,
+    make_engine,
+    outputs,
+    random_prompts,
+    run_all,
+    tiny_drafter,
+    tiny_target,
+)
+
+
+@dataclass
+class Recorder:
+    """Passes everything on to a drafter and keeps its drafts with the texts they are behind."""
+
+    inner: Drafter
+    drafts: list[tuple[tuple[int, ...], Draft, int]] = field(default_factory=list)
+    """(committed tokens up to the root, draft, row in the batch)."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.inner.aux_layers
+
+    @property
+    def aux_size(self) -> int:
+        return self.inner.aux_size
+
+    def propose(self, context: DraftContext) -> Draft:
+        draft = self.inner.propose(context)
+        for row, slot in enumerate(context.slots.tolist()):
+            end = int(context.kv_lens[row]) + 1
+            self.drafts.append((tuple(context.history[slot, :end].tolist()), draft, row))
+        return draft
+
+    def update(self, context: DraftContext, committed: Committed, mode: ForwardMode) -> None:
+        self.inner.update(context, committed, mode)
+
+
+def record(engine: Engine) -> Recorder:
+    """Record the drafts of an engine."""
+    parts = engine.runner.parts
+    recorder = Recorder(parts.drafter)
+    object.__setattr__(parts, "drafter", recorder)
+    return recorder
+
+
+def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
+    """Token paths of all drafted nodes, without the root."""
+    tokens, parents = draft.tokens[row].tolist(), draft.parents[row].tolist()
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, len(tokens)):
+        found[node] = (*found[parents[node]], tokens[node])
+    return set(found.values()) - {()}
+
+
+SHAPES = [chain(1), chain(4), chain(8), *TREES]
+NETWORKS = {
+    "3.1": tiny_drafter(),
+    "3": tiny_drafter(fc_norm=False, norm_output=False),
+    "speculators": tiny_drafter(norm_before_residual=True, own_embedding=True, seed=9),
+}
+
+
+def shape_name(case: object) -> str:
+    """Steps, top-k and nodes; of a network, its name."""
+    if isinstance(case, SpeculationConfig):
+        return f"{case.num_steps}-{case.eagle_topk}-{case.num_draft_tokens}"
+    return next(name for name, network in NETWORKS.items() if network is case)
+
+
+@pytest.fixture(scope="module")
+def target() -> Llama:
+    return tiny_target()
+
+
+CASES = [
+    *((shape, NETWORKS["3.1"]) for shape in SHAPES),
+    *((shape, NETWORKS["3"]) for shape in (chain(4), TREES[1])),
+    *((shape, NETWORKS["speculators"]) for shape in (chain(4), TREES[1])),
+]
+
+
+@pytest.mark.parametrize(("shape", "network"), CASES, ids=shape_name)
+def test_eagle3_drafts_what_the_reference_drafts(
+    shape: SpeculationConfig, network: Eagle3, target: Llama
+) -> None:
+    """Fault: draft positions off by one (s PR#25015), wrong token beside a state, stale draft KV.
+
+    Greedy and sampled requests; drafts after the prompt, after chunks and after cycles.
+    """
+    params = [
+        SamplingParams(max_tokens=8),
+        SamplingParams(max_tokens=8, temperature=1.0, seed=3),
+        SamplingParams(max_tokens=8, temperature=0.7, seed=2**40 + 1, top_k=9),
+    ]
+    prompts = random_prompts([15, 4, 24], seed=2)
+    jobs = [Job(prompt=p, params=q) for p, q in zip(prompts, params, strict=True)]
+    engine = make_engine(target, network, shape, chunked_prefill_size=11, page_size=4)
+    recorder = record(engine)
+    run_all(engine, jobs)
+    assert recorder.drafts
+    for known, draft, row in recorder.drafts:
+        job = next(j for j in jobs if known[: len(j.prompt)] == j.prompt)
+        assert draft.tokens.shape[1] == shape.num_draft_tokens
+        noise = None
+        if job.params.temperature > 0:
+            assert job.params.seed is not None
+            noise = Noise(seed=job.params.seed, temperature=job.params.temperature)
+        expected = draft_paths(network, target, known, shape, noise)
+        assert paths(draft, row) == expected, f"behind {len(known)} tokens"
+
+
+def test_without_shared_noise_the_likeliest_are_drafted(target: Llama) -> None:
+    """Fault: an option that does nothing. Then a sampled request's drafts are plain top-k."""
+    shape = chain(3, shared_noise=False)
+    network = NETWORKS["3.1"]
+    params = SamplingParams(max_tokens=10, temperature=1.0, seed=3)
+    engine = make_engine(target, network, shape)
+    recorder = record(engine)
+    run_all(engine, [Job(prompt=random_prompts([9])[0], params=params)])
+    for known, draft, row in recorder.drafts:
+        assert paths(draft, row) == draft_paths(network, target, known, shape)
+
+
+def ngram(text: list[int], drafts: int, most: int) -> list[int]:
+    """Prompt lookup in plain python: longest suffix up to `most`, then the latest place."""
+    last = len(text) - 1
+    best, longest = 0, 0
+    for end in range(last):
+        size = 0
+        while size < most and end >= size and text[end - size] == text[last - size]:
+            size += 1
+        if size and size >= longest:
+            best, longest = end, size
+    if not longest:
+        return []
+    run = text[best + 1 :]
+    return [run[i % len(run)] for i in range(drafts)]
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 10, 1000])
+def test_ngram_equals_plain_lookup(vocab: int) -> None:
+    """Fault: lookup past the text, into another request's leftovers, or at a shorter match."""
+    generator = torch.Generator().manual_seed(vocab)
+    width, slots = 90, torch.tensor([4, 0, 2, 3, 1])
+    history = torch.randint(0, vocab, (6, width), generator=generator)
+    rows = torch.zeros(5)
+    for round_ in range(20):
+        kv_lens = torch.randint(1, 80, (5,), generator=generator)
+        if round_ == 0:
+            kv_lens[:] = 1
+        context = DraftContext(
+            slots=slots,
+            roots=history[slots, kv_lens],
+            kv_lens=kv_lens,
+            page_table=torch.zeros(5, 1).long(),
+            history=history,
+            rows=SamplingRows(temperature=rows, top_k=rows, top_p=rows, min_p=rows, seed=rows),
+            sampled=False,
+            max_kv_len=int(kv_lens.max()) + 8,
+        )
+        draft = NGramDrafter(7, max_match=4).propose(context)
+        assert draft.is_chain
+        for row in range(5):
+            text = history[slots[row], : kv_lens[row] + 1].tolist()
+            assert int(draft.tokens[row, 0]) == text[-1]
+            expected = ngram(text, 7, 4)
+            if expected:
+                assert draft.tokens[row, 1:].tolist() == expected
+
+
+def test_a_broken_drafter_changes_nothing(target: Llama) -> None:
+    """Fault: losses through the drafter. Weights that are all NaN cost speed only."""
+    prompts = random_prompts([5, 20, 9], seed=6)
+    jobs = [
+        Job(prompt=p, params=SamplingParams(max_tokens=15, temperature=t, seed=1))
+        for p, t in zip(prompts, (0.0, 1.0, 0.0), strict=True)
+    ]
+    plain = outputs(run_all(make_engine(target), jobs))
+    broken = tiny_drafter()
+    for parameter in broken.parameters():
+        parameter.data.fill_(torch.nan)
+    for shape in (chain(3), *TREES):
+        assert outputs(run_all(make_engine(target, broken, shape), jobs)) == plain
