@@ -146,7 +146,7 @@ def read_turns(path: Path) -> list[list[str]]:
     Raises `CheckpointError` naming the row that is none of these.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise CheckpointError(
             f"{path}: {error.strerror}", "prompt files must be readable", "check the path"
