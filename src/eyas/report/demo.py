@@ -56,12 +56,12 @@ class Column:
         return Panel(text, title=self.title, subtitle=self.summary(), title_align="left")
 
     def summary(self) -> str:
-        """Clock, tokens, rate and tokens a cycle."""
+        """Clock, rate and tokens a pass."""
         run = self.answering
         cycles = len(run.requests[0].accept_lengths)
         each = (run.num_tokens - 1) / cycles if cycles else 0.0
         rate = run.decode_rate() or 0.0
-        return f"{run.seconds:4.1f} s, {run.num_tokens} tokens, {rate:.0f} tok/s, {each:.1f} a pass"
+        return f"{run.seconds:.1f} s, {rate:.0f} tok/s, {each:.1f} a pass"
 
 
 def demo(llm: LLM, console: Console) -> bool:
