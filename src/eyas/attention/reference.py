@@ -131,4 +131,5 @@ def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
     """Batched matmul with a float32 result."""
     if a.dtype == torch.float32:
         return torch.bmm(a, b, out=out)
-    return torch.bmm(a, b, out_dtype=torch.float32)
+    product = torch.bmm(a, b, out_dtype=torch.float32)
+    return product if out is None else out.copy_(product)

@@ -1,0 +1,1 @@
+"""Kernels: one file an operation, each with its Triton kernel, wrapper and cost."""
