@@ -105,16 +105,14 @@ class ReferencePass:
         _product(queries, keys.transpose(1, 2), scores)
         seen = scores[:, :rows].view(*q.shape[:4], self._length)
         seen += self.mask
-        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-        out = total = None
+        torch.softmax(scores, -1, out=scores)
+        out = None
         for start in range(0, self._length, BLOCK):
-            block = weights[:, :, start : start + BLOCK]
-            part = _product(block.to(values.dtype), values[:, start : start + BLOCK])
-            mass = block.sum(-1, keepdim=True)
+            block = scores[:, :, start : start + BLOCK].to(values.dtype)
+            part = _product(block, values[:, start : start + BLOCK])
             out = part if out is None else out.add_(part)
-            total = mass if total is None else total.add_(mass)
-        assert out is not None and total is not None, "a pass has at least one block"
-        return out.div_(total)[:, :rows].view(q.shape)
+        assert out is not None, "a pass has at least one block"
+        return out[:, :rows].view(q.shape)
 
     def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and scores of all layers, padded to the row tile; padding queries are zero."""
