@@ -7,6 +7,7 @@ token, in float32 and in bfloat16, greedy and sampled, with and without filters.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -80,6 +81,9 @@ DRAFTED: dict[str, SpeculationConfig] = {
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+IN_BF16 = ("none", "ngram 4", "eagle 4", "tree 3-3-12", "scripted tree")
+
+
 class World:
     """A target with its drafter and the reference texts."""
 
@@ -97,13 +101,16 @@ class World:
         return make_engine(self.target, drafter, speculation, **config)
 
 
-@pytest.fixture(scope="module", params=TYPES)
-def world(request: pytest.FixtureRequest) -> World:
-    return World(TYPES[request.param])
+@cache
+def world(dtype: str) -> World:
+    return World(TYPES[dtype])
 
 
-@pytest.mark.parametrize("drafted", DRAFTED)
-def test_texts_do_not_depend_on_how_they_are_made(world: World, drafted: str) -> None:
+CASES = [*(("fp32", name) for name in DRAFTED), *(("bf16", name) for name in IN_BF16)]
+
+
+@pytest.mark.parametrize(("dtype", "drafted"), CASES)
+def test_texts_do_not_depend_on_how_they_are_made(dtype: str, drafted: str) -> None:
     """Fault: speculation that changes the text; seeds that depend on the batch (s PR#30822).
 
     Also stale output or wrong noise after preemption (v#41190, s PR#28254) and chunked prefill.
@@ -111,20 +118,22 @@ def test_texts_do_not_depend_on_how_they_are_made(world: World, drafted: str) ->
     names: Sequence[str] = list(CONFIGS) if drafted in ("none", "eagle 4") else list(CONFIGS)[:3]
     for name in names:
         jobs, config = CONFIGS[name]
-        requests = run_all(world.engine(drafted, **config), jobs)
-        assert outputs(requests) == world.expected, name
+        requests = run_all(world(dtype).engine(drafted, **config), jobs)
+        assert outputs(requests) == world(dtype).expected, name
         if name == "preempted":
             assert any(r.num_preemptions for r in requests), "the pool is too large to preempt"
 
 
-def test_the_references_are_worth_comparing(world: World) -> None:
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_references_are_worth_comparing(dtype: str) -> None:
     """The texts above differ from each other and do not fall into a single token."""
-    assert len({tuple(text) for text in world.expected}) == len(JOBS)
-    assert all(len(set(text)) > 3 for text in world.expected if len(text) > 1)
-    assert [len(t) for t in world.expected] == [p.max_tokens for p in PARAMS]
+    expected = world(dtype).expected
+    assert len({tuple(text) for text in expected}) == len(JOBS)
+    assert all(len(set(text)) > 3 for text in expected if len(text) > 1)
+    assert [len(t) for t in expected] == [p.max_tokens for p in PARAMS]
 
 
-def test_other_seeds_and_temperatures_give_other_texts(world: World) -> None:
+def test_other_seeds_and_temperatures_give_other_texts() -> None:
     """Fault: sampling silently greedy (s#39253), or a seed that is not read."""
     prompt = JOBS[0].prompt
     params = [SamplingParams(max_tokens=20)]
@@ -132,7 +141,7 @@ def test_other_seeds_and_temperatures_give_other_texts(world: World) -> None:
         SamplingParams(max_tokens=20, temperature=t, seed=s) for t in (0.7, 1.0) for s in (1, 2)
     ]
     texts = outputs(
-        run_all(world.engine("eagle 3"), [Job(prompt=prompt, params=p) for p in params])
+        run_all(world("fp32").engine("eagle 3"), [Job(prompt=prompt, params=p) for p in params])
     )
     assert len({tuple(text) for text in texts}) == len(params)
 
