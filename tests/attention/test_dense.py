@@ -102,7 +102,7 @@ def test_training_time_test_equals_incremental_drafting() -> None:
             growing = Growing()
             x = module(embeds[0, prefix], module.fuse(aux[prefix]), positions[prefix], growing)
             for step in range(steps):
-                torch.testing.assert_close(seen[step][start + anchor], x[-1], atol=2e-6, rtol=1e-5)
+                torch.testing.assert_close(seen[step][start + anchor], x[-1], atol=1e-5, rtol=1e-4)
                 if step + 1 < steps:
                     _, fed = module.score(x[-1:])
                     row = embeds[step + 1, start + anchor][None]

@@ -86,7 +86,10 @@ class Paged:
         tail_offset: int = 0,
     ) -> torch.Tensor:
         """[B, N, H * D]: new rows at `prefix + tail_offset` of the sequences named by `rows`."""
-        spans = [(r, p + tail_offset, p + tail_offset + num_new) for r, p in zip(rows, prefix, strict=True)]
+        spans = [
+            (r, p + tail_offset, p + tail_offset + num_new)
+            for r, p in zip(rows, prefix, strict=True)
+        ]
         parts = [
             [getattr(self.sequences[r], name)[a:b] for r, a, b in spans] for name in ("q", "k", "v")
         ]
@@ -206,6 +209,39 @@ def test_bits_do_not_depend_on_company(dtype: torch.dtype, threads: int) -> None
                 order = [3, 1, 0, 2, 7, 6, 5, 4][: 3 if count > 9 else 8]
                 out = crowd.run(order, [prefix[r] for r in order], count, padding=3)
                 assert torch.equal(out[order.index(0)], expected[:count]), (start, count, "crowd")
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", MODEL_TYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_node_of_a_tree_has_the_bits_of_its_path(dtype: torch.dtype, threads: int) -> None:
+    """Fault: trees that are almost lossless. A path spread among other nodes, across the edges of
+    blocks, reads bit for bit as if it stood in the text alone.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    length = 3 * BLOCK + 80
+    one, other = (sequence(length, s, dtype) for s in range(2))
+    rng = random.Random(threads)
+    try:
+        for start in (3, BLOCK - 9, BLOCK - 1, 2 * BLOCK - 30, 2 * BLOCK + 1, 3 * BLOCK - 2):
+            for count in (4, 16, 64):
+                path = [0, *sorted(rng.sample(range(1, count), 3))]
+                mixed = Sequence(q=other.q.clone(), k=other.k.clone(), v=other.v.clone())
+                for part, whole in ((mixed.q, one.q), (mixed.k, one.k), (mixed.v, one.v)):
+                    part[:start] = whole[:start]
+                    for depth, node in enumerate(path):
+                        part[start + node] = whole[start + depth]
+                masks = [1 << n if n not in path else 0 for n in range(count)]
+                for depth, node in enumerate(path):
+                    masks[node] = sum(1 << n for n in path[: depth + 1])
+                signed = torch.tensor([m - (1 << 64) if m >> 63 else m for m in masks])
+                tree, straight = Paged([mixed], 16, length), Paged([one], 16, length)
+                tree.keep(0, start)
+                straight.keep(0, start)
+                out = tree.run([0], [start], count, ancestors=signed)[0]
+                assert torch.equal(out[path], straight.run([0], [start], 4)[0]), (start, count)
     finally:
         torch.set_num_threads(before)
 

@@ -1,22 +1,30 @@
 """Paged attention in torch: what CPU users run, and the oracle of every other backend.
 
-Always holds: a row's bits depend on its own query, its visible keys and values, and nothing else.
-Rows are padded to a tile, keys to whole blocks; products over a block have a fixed length and
-blocks are added in order, so neither other rows, nor other requests, nor the host's bound on the
-length change a result. On a CPU keys and values are float32 and so is all arithmetic; on a GPU
-products take 16-bit operands and accumulate in float32, as flash attention does.
+Always holds on a CPU: a row's bits depend on its own query and on its visible keys and values in
+their order, and on nothing else: not on other rows, other requests, the host's bound on the length,
+or hidden keys between visible ones, as a node of a tree has them. Rows are padded to a tile, keys
+to whole blocks, blocks are added in order. In a tree the scores of a row are brought into the order
+of its visible keys for the softmax, and its keys go to the block of their rank for the product;
+within a block the library adds terms one after the other, so hidden keys, whose weight is zero,
+leave no trace. On a CPU keys and values are float32 and so is all arithmetic; on a GPU products
+take 16-bit operands and accumulate in float32, as flash attention does.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from eyas.batch import ForwardBatch
+from eyas.config import MAX_NODES
 from eyas.kv.pool import KVPool, flat_rows
 
-BLOCK = 256
-"""KV positions per block of the value product."""
+BLOCK = 128
+"""Visible keys per block of the value product; with `MAX_NODES` more at most MKL's 192."""
 HIDDEN = -1e30
 """Added to the score of a position a row does not see: its weight is exactly zero."""
 ROW_TILE = 4
@@ -35,20 +43,15 @@ class ReferenceAttention:
         start = batch.prefix_lens[:, None] + batch.tail_offset
         index = start + torch.arange(batch.num_new, device=start.device)
         page_size = self.pool.page_size
-        span = BLOCK * page_size // _gcd(BLOCK, page_size)
+        span = math.lcm(2 * BLOCK, page_size)
         length = -(-batch.max_kv_len // span) * span
         pages = batch.page_table[:, : length // page_size]
         pages = F.pad(pages, (0, length // page_size - pages.shape[1]))
         visible = _visible(batch, length).view(num_requests, batch.num_new, 1, length)
         mask = torch.zeros(visible.shape, device=start.device).masked_fill_(~visible, HIDDEN)
         rows = flat_rows(batch.page_table, index, page_size).flatten()
-        return ReferencePass(self.pool, rows, pages, mask)
-
-
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
+        gaps = None if batch.ancestors is None else _Gaps.of(batch, visible)
+        return ReferencePass(self.pool, rows, pages, mask, gaps)
 
 
 def _visible(batch: ForwardBatch, length: int) -> torch.Tensor:
@@ -64,14 +67,67 @@ def _visible(batch: ForwardBatch, length: int) -> torch.Tensor:
     return (tail < 0) | (in_tail & ((bits >> tail.clamp(0, 63)) & 1).bool())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gaps:
+    """How the visible keys of a tree's rows lie among hidden ones; R rows, n places in the tail."""
+
+    places: torch.Tensor
+    """int64[B, R, n]: KV indices of the tail."""
+    ordered: torch.Tensor
+    """int64[B, R, n]: the same, those that a row sees first."""
+    home: torch.Tensor
+    """int64[B, R, n]: where each place of the tail went in that order."""
+    members: list[torch.Tensor]
+    """float32[B, R, window] for each block: 1 where a key's rank among the visible is in it."""
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, visible: torch.Tensor) -> _Gaps:
+        """From visible bool[B, N, 1, L]."""
+        count = batch.tail_offset + batch.num_new
+        tail = torch.arange(count, device=visible.device)
+        prefix = batch.prefix_lens[:, None, None]
+        places = (prefix + tail).expand(-1, batch.num_new, -1)
+        seen = visible[:, :, 0]
+        order = (~seen.gather(2, places)).to(torch.uint8).sort(dim=-1, stable=True).indices
+        block = torch.where(seen, (seen.cumsum(-1) - 1) // BLOCK, -1)
+        starts = range(0, seen.shape[-1], BLOCK)
+        return cls(
+            places=places,
+            ordered=prefix + order,
+            home=prefix + order.argsort(dim=-1),
+            members=[
+                (block[:, :, s : s + BLOCK + MAX_NODES] == s // BLOCK).float() for s in starts
+            ],
+        )
+
+    def repeat(self, group: int, missing: int) -> _Gaps:
+        """Every row `group` times, and rows behind them that see what the last one sees."""
+
+        def rows(x: torch.Tensor) -> torch.Tensor:
+            x = x.repeat_interleave(group, dim=1)
+            return torch.cat((x, x[:, -1:].expand(-1, missing, -1)), dim=1)
+
+        return _Gaps(
+            places=rows(self.places),
+            ordered=rows(self.ordered),
+            home=rows(self.home),
+            members=[rows(m) for m in self.members],
+        )
+
+
 class ReferencePass:
     """One pass; its working memory is allocated once and serves every layer."""
 
     def __init__(
-        self, pool: KVPool, rows: torch.Tensor, pages: torch.Tensor, mask: torch.Tensor
+        self,
+        pool: KVPool,
+        rows: torch.Tensor,
+        pages: torch.Tensor,
+        mask: torch.Tensor,
+        gaps: _Gaps | None,
     ) -> None:
         """`rows` int64[T] to write, `pages` int64[B, n] to read, `mask` f32[B, N, 1, L]."""
-        self.pool, self.rows, self.mask = pool, rows, mask
+        self.pool, self.rows, self.mask, self._gaps = pool, rows, mask, gaps
         self._pages = pool.page_rows(pages.flatten())
         num_kv_heads, dim = pool.k.shape[1], pool.k.shape[3]
         self._batch = (num_kv_heads, pages.shape[0])
@@ -81,6 +137,7 @@ class ReferencePass:
         self._keys, self._values = pool.k.new_empty(shape), pool.v.new_empty(shape)
         self._queries: torch.Tensor | None = None
         self._scores: torch.Tensor | None = None
+        self._own: torch.Tensor | None = None
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -105,23 +162,56 @@ class ReferencePass:
         _product(queries, keys.transpose(1, 2), scores)
         seen = scores[:, :rows].view(*q.shape[:4], self._length)
         seen += self.mask
-        torch.softmax(scores, -1, out=scores)
         out = None
-        for start in range(0, self._length, BLOCK):
-            block = scores[:, :, start : start + BLOCK].to(values.dtype)
-            part = _product(block, values[:, start : start + BLOCK])
-            out = part if out is None else out.add_(part)
+        for weights, start, end in self._blocks(self._softmax(scores)):
+            part = (weights.to(values.dtype), values[:, start:end])
+            out = _product(*part) if out is None else _add_product(out, *part)
         assert out is not None, "a pass has at least one block"
         return out[:, :rows].view(q.shape)
+
+    def _softmax(self, scores: torch.Tensor) -> torch.Tensor:
+        """Weights in place of `scores`; its sums run over the visible keys in their order."""
+        gaps = self._gaps
+        if gaps is None:
+            return torch.softmax(scores, -1, out=scores)
+        apart = scores.view(*self._batch, *scores.shape[1:])
+        every = (self._batch[0], -1, -1, -1)
+        places, ordered, home = (x.expand(every) for x in (gaps.places, gaps.ordered, gaps.home))
+        apart.scatter_(-1, places, apart.gather(-1, ordered))
+        torch.softmax(scores, -1, out=scores)
+        apart.scatter_(-1, places, apart.gather(-1, home))
+        return scores
+
+    def _blocks(self, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Weights [Hkv * B, rows, end - start] of keys `start` .. `end - 1`, block by block.
+
+        Without gaps a key's rank is its place, and two blocks go together: MKL splits them again.
+        In a tree a block's keys lie up to `MAX_NODES` further on, among keys of the next.
+        """
+        if self._gaps is None:
+            for start in range(0, self._length, 2 * BLOCK):
+                yield weights[:, :, start : start + 2 * BLOCK], start, start + 2 * BLOCK
+            return
+        for i, member in enumerate(self._gaps.members):
+            start, end = i * BLOCK, i * BLOCK + member.shape[-1]
+            window = weights[:, :, start:end]
+            assert self._own is not None, "it is made with the scores"
+            own = self._own[:, :, : member.shape[-1]]
+            shape = (self._batch[0], *member.shape)
+            torch.mul(window.view(shape), member, out=own.view(shape))
+            yield own, start, end
 
     def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and scores of all layers, padded to the row tile; padding queries are zero."""
         if self._queries is None or self._scores is None:
             batch = self._batch[0] * self._batch[1]
-            padded = rows + -rows % ROW_TILE
-            self._queries = self._keys.new_zeros(batch, padded, self._dim)
-            size = (batch, padded, self._length)
+            missing = -rows % ROW_TILE
+            self._queries = self._keys.new_zeros(batch, rows + missing, self._dim)
+            size = (batch, rows + missing, self._length)
             self._scores = torch.empty(size, device=self._keys.device)
+            if self._gaps is not None:
+                self._own = self._scores.new_empty(*size[:2], BLOCK + MAX_NODES)
+                self._gaps = self._gaps.repeat(rows // self.mask.shape[1], missing)
         return self._queries, self._scores
 
 
@@ -131,3 +221,10 @@ def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
         return torch.bmm(a, b, out=out)
     product = torch.bmm(a, b, out_dtype=torch.float32)
     return product if out is None else out.copy_(product)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`total` with a product added in place, block after block as MKL splits it."""
+    if a.dtype == torch.float32:
+        return total.baddbmm_(a, b)
+    return total.add_(_product(a, b))

@@ -230,7 +230,7 @@ class Eagle3Drafter:
             page_table=context.page_table,
             num_new=topk,
             max_kv_len=context.max_kv_len,
-            ancestors=frontier.bits.flatten(),
+            ancestors=frontier.bits.flatten() if topk > 1 else None,
             tail_offset=(step - 1) * topk,
         )
         logits, hidden = self.network.score(self._forward(batch, frontier.hidden.flatten(0, 1)))
