@@ -17,7 +17,7 @@ from eyas.config import (
     require,
     require_request,
 )
-from eyas.engine.request import Request, Status
+from eyas.engine.request import FinishReason, Request, Status
 from eyas.engine.runner import Runner, auto_pages
 from eyas.engine.scheduler import Scheduler
 from eyas.kv.pool import PageAllocator
@@ -39,7 +39,7 @@ class RequestOutput:
     token_ids: list[int]
     """Written tokens; a stop token, if one ended the request, is the last."""
     text: str
-    """Text of the tokens without special tokens and without the stop string."""
+    """Text of the tokens without special tokens, stop token and stop string."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
     accept_lengths: list[int]
@@ -101,7 +101,8 @@ class Engine:
         assert request.finish_reason is not None, f"request {request.id} has not ended"
         text = request.text
         if request.detokenizer is None:
-            text = self.tokenizer.decode(request.output)
+            stopped = request.finish_reason is FinishReason.STOP
+            text = self.tokenizer.decode(request.output[:-1] if stopped else request.output)
         return RequestOutput(
             prompt_token_ids=request.prompt,
             token_ids=list(request.output),
