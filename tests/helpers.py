@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 import torch
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
 from eyas.batch import ForwardMode
@@ -104,20 +104,27 @@ def tiny_drafter(
 
 
 @cache
-def toy_tokenizer(eos: tuple[int, ...] = (), size: int = VOCAB) -> Tokenizer:
-    """Token 0 is special; 1 and 2 are the two bytes of é; the others are a..z, pairs, triples.
+def toy_backend(size: int = VOCAB) -> tokenizers.Tokenizer:
+    """Token 0 is special; 1 and 2 are the two bytes of é; the others are a..e, pairs, triples.
 
     Texts are ambiguous on purpose: many stop strings begin or end inside a token.
     """
     letters = "abcde"
-    pieces = ["<end>", "Ã", "©", " ", *letters]
+    pieces = ["<end>", "Ã", "©", "Ġ", *letters]
     pieces += [a + b for a in letters for b in letters]
     pieces += [a + b + c for a in letters for b in letters for c in letters]
     vocab = {piece: i for i, piece in enumerate(pieces[:size])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<end>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
-    return Tokenizer(backend, None, {}, eos)
+    return backend
+
+
+@cache
+def toy_tokenizer(eos: tuple[int, ...] = (), size: int = VOCAB) -> Tokenizer:
+    """Our tokenizer over `toy_backend`, without a chat template."""
+    return Tokenizer(toy_backend(size), None, {}, eos)
 
 
 def make_engine(

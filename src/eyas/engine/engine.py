@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,10 @@ from eyas.config import (
     require,
     require_request,
 )
-from eyas.engine.request import FinishReason, Request, Status
+from eyas.engine.request import FinishReason, Request, Status, check_params
 from eyas.engine.runner import Runner, auto_pages
 from eyas.engine.scheduler import Scheduler
+from eyas.errors import RequestError
 from eyas.kv.pool import PageAllocator
 from eyas.models.eagle3 import Eagle3
 from eyas.models.llama import Llama
@@ -69,12 +71,12 @@ class Engine:
 
     def add(self, prompt: Sequence[int], params: SamplingParams, stream: bool = False) -> Request:
         """Queue a prompt; raises `RequestError`, touching nothing, if it can't be served."""
-        self.check(prompt, params)
+        ids = self.check(prompt, params)
         eos = () if params.ignore_eos else self.tokenizer.eos_ids
         wants_text = stream or bool(params.stop)
         request = Request(
             id=self._next_id,
-            prompt=tuple(prompt),
+            prompt=ids,
             params=params,
             seed=self.config.seed if params.seed is None else params.seed,
             stop_ids=frozenset(eos) | frozenset(params.stop_token_ids),
@@ -111,13 +113,20 @@ class Engine:
             accept_lengths=list(request.accept_lengths),
         )
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise `RequestError` if a prompt can't be served."""
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+        """The prompt's token ids; raises `RequestError` if it can't be served."""
+        check_params(params)
+        try:
+            ids = tuple(operator.index(token) for token in prompt)
+        except TypeError:
+            raise RequestError(
+                "prompt with a token that is no integer", "token ids are integers", "tokenise it"
+            ) from None
         vocab, limit = self.runner.parts.target.config.vocab_size, self.config.context_length
         require_request(
-            len(prompt) > 0, "empty prompt", "a prompt needs at least one token", "give some text"
+            len(ids) > 0, "empty prompt", "a prompt needs at least one token", "give some text"
         )
-        bad = next((t for t in prompt if not 0 <= t < vocab), None)
+        bad = next((t for t in ids if not 0 <= t < vocab), None)
         require_request(
             bad is None,
             f"token id {bad}",
@@ -125,12 +134,12 @@ class Engine:
             "tokenise with the target's tokenizer",
         )
         require_request(
-            len(prompt) < limit,
-            f"prompt of {len(prompt)} tokens",
+            len(ids) < limit,
+            f"prompt of {len(ids)} tokens",
             f"prompt and answer share a context of {limit} tokens",
             "shorten the prompt or raise context_length",
         )
-        longest = min(len(prompt) + params.max_tokens, limit)
+        longest = min(len(ids) + params.max_tokens, limit)
         pages, have = self.scheduler.pages_for(longest), self.config.num_pages - 1
         require_request(
             pages <= have,
@@ -138,6 +147,7 @@ class Engine:
             f"it may need {pages} pages of {self.config.page_size}, the pool has {have}",
             "lower max_tokens or raise num_pages",
         )
+        return ids
 
 
 class LLM:
@@ -214,11 +224,15 @@ class LLM:
         for ids, one in zip(tokens, params, strict=True):
             self.engine.check(ids, one)
         requests = [self.engine.add(t, p) for t, p in zip(tokens, params, strict=True)]
-        with Progress(disable=not progress, transient=True) as bar:
-            task = bar.add_task("generating", total=len(requests))
-            while self.engine.scheduler.has_work:
-                touched = self.engine.step()
-                bar.advance(task, sum(r.status is Status.FINISHED for r in touched))
+        try:
+            with Progress(disable=not progress, transient=True) as bar:
+                task = bar.add_task("generating", total=len(requests))
+                while self.engine.scheduler.has_work:
+                    touched = self.engine.step()
+                    bar.advance(task, sum(r.status is Status.FINISHED for r in touched))
+        finally:
+            for request in requests:
+                self.engine.abort(request)
         return [self.engine.output(r) for r in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -245,6 +259,20 @@ def resolve_engine(
 ) -> EngineConfig:
     """Fill in the automatic values of `config` for a model."""
     longest = model.max_position
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        require(
+            not isinstance(field.default, int) or isinstance(value, int),
+            f"{field.name}={value!r}",
+            "must be an integer",
+            f"give a value such as {field.default}",
+        )
+    require(
+        0 <= config.seed < 2**63,
+        f"seed={config.seed}",
+        "must lie in 0 .. 2**63 - 1",
+        "give another seed",
+    )
     require(
         config.context_length <= longest,
         f"context_length={config.context_length}",

@@ -7,9 +7,11 @@ behind a stop is never appended, so it is neither shown, counted nor cached.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
-from eyas.config import SamplingParams
+from eyas.config import SamplingParams, require_request
 from eyas.tokenizer import Detokenizer
 
 
@@ -109,3 +111,36 @@ class Request:
                     held = size
                     break
         return len(self.text) - held
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raise `RequestError` for a value of a type that would fail only inside a step."""
+    types: dict[str, tuple[type, str]] = dict.fromkeys(
+        ("top_k", "max_tokens", "seed"), (Integral, "an integer")
+    )
+    types |= dict.fromkeys(("temperature", "top_p", "min_p"), (Real, "a number"))
+    types |= dict.fromkeys(("stop", "stop_token_ids"), (Sequence, "a tuple"))
+    for name, (kind, rule) in types.items():
+        value = getattr(params, name)
+        require_request(
+            (isinstance(value, kind) and not isinstance(value, str))
+            or (name, value) == ("seed", None),
+            f"{name}={value!r}",
+            f"must be {rule}",
+            "mend its type",
+        )
+    require_request(
+        params.top_k < 2**31, f"top_k={params.top_k}", "must be below 2**31", "give 0 to keep all"
+    )
+    require_request(
+        all(isinstance(s, str) for s in params.stop),
+        f"stop={params.stop!r}",
+        "must hold strings",
+        "give texts; tokens go to stop_token_ids",
+    )
+    require_request(
+        all(isinstance(t, Integral) for t in params.stop_token_ids),
+        f"stop_token_ids={params.stop_token_ids!r}",
+        "must hold integers",
+        "give token ids; texts go to stop",
+    )

@@ -6,7 +6,7 @@ import torch
 
 from eyas.attention import paged_attention
 from eyas.batch import StepPlan, StepResult
-from eyas.config import EngineConfig, SpeculationConfig
+from eyas.config import EngineConfig, SpeculationConfig, require
 from eyas.engine.cycle import Parts, cycle, prefill
 from eyas.engine.state import DeviceState
 from eyas.errors import ConfigError
@@ -116,6 +116,7 @@ def _drafter(
     if speculation.algorithm == "NONE":
         return NoDrafter()
     if isinstance(drafter, Eagle3):
+        _check_network(drafter, target, config, speculation)
         heads = (drafter.config.num_kv_heads, drafter.config.head_dim)
         pool = _pool(1, heads, num_pages, config, target.embed.weight)
         rows = config.max_running_requests + 1
@@ -128,6 +129,36 @@ def _drafter(
         "algorithm EAGLE3 without a drafter",
         "EAGLE-3 needs a trained network",
         "give a drafter checkpoint, or algorithm NGRAM or NONE",
+    )
+
+
+def _check_network(
+    network: Eagle3, target: Llama, config: EngineConfig, speculation: SpeculationConfig
+) -> None:
+    """Raise `ConfigError` for a drafter that would fail, or read garbage, inside a cycle."""
+    drafter, remedy = network.config, "give a drafter made for this target"
+    for name in ("vocab_size", "hidden_size"):
+        own = getattr(drafter, "target_" * (name == "hidden_size") + name)
+        wanted = getattr(target.config, name)
+        require(own == wanted, f"drafter for a target of {name} {own}", f"is {wanted} here", remedy)
+    layers = drafter.aux_layers
+    require(
+        len(set(layers)) == len(layers) and 0 <= min(layers) <= max(layers) <= len(target.blocks),
+        f"drafter reads boundaries {layers}",
+        f"must be different ones in 0..{len(target.blocks)}",
+        remedy,
+    )
+    require(
+        drafter.max_position >= config.context_length,
+        f"drafter of {drafter.max_position} positions",
+        f"drafts up to context_length {config.context_length}",
+        "lower context_length",
+    )
+    require(
+        speculation.eagle_topk <= drafter.draft_vocab_size,
+        f"eagle_topk={speculation.eagle_topk}",
+        f"the drafter knows {drafter.draft_vocab_size} tokens",
+        "give a smaller topk",
     )
 
 
