@@ -14,6 +14,7 @@ from typing import Any, Self
 from eyas.errors import ConfigError, RequestError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+DRAFT_WEIGHTS = ("auto", "full", "int8")
 ALGORITHMS = ("EAGLE3", "NGRAM", "NONE")
 MAX_NODES = 64
 """Nodes of a request in one pass: the bits of an `int64` ancestor mask."""
@@ -224,8 +225,15 @@ class EngineConfig(Strict):
     num_pages: int = option(0, "pages in the pool; 0: enough for every running request")
     chunked_prefill_size: int = option(512, "prompt tokens prefilled per step")
     seed: int = option(0, "seed of requests that bring none")
+    draft_weights: str = option("auto", "weights of draft passes: full, int8, or auto")
 
     def __post_init__(self) -> None:
+        require(
+            self.draft_weights in DRAFT_WEIGHTS,
+            f"draft_weights {self.draft_weights!r}",
+            "the kind must be known",
+            f"use one of {', '.join(DRAFT_WEIGHTS)}",
+        )
         require(
             self.dtype in DTYPES,
             f"dtype {self.dtype!r}",

@@ -6,7 +6,7 @@ import torch
 
 from eyas.attention import paged_attention
 from eyas.batch import StepPlan, StepResult
-from eyas.config import EngineConfig, SpeculationConfig, require
+from eyas.config import EngineConfig, SpeculationConfig, require, require
 from eyas.engine.cycle import Parts, cycle, prefill
 from eyas.engine.state import DeviceState
 from eyas.errors import ConfigError
@@ -119,8 +119,9 @@ def _drafter(
         _check_network(drafter, target, config, speculation)
         heads = (drafter.config.num_kv_heads, drafter.config.head_dim)
         pool = _pool(1, heads, num_pages, config, target.embed.weight)
-        rows = config.max_running_requests + 1
-        return Eagle3Drafter(drafter, target.embed.weight, pool, speculation, rows)
+        embedding, rows = target.embed.weight, config.max_running_requests + 1
+        quick = _quick(drafter, config, embedding)
+        return Eagle3Drafter(drafter, embedding, pool, speculation, rows, quick)
     if drafter is not None:
         return drafter
     if speculation.algorithm == "NGRAM":
@@ -160,6 +161,18 @@ def _check_network(
         f"the drafter knows {drafter.draft_vocab_size} tokens",
         "give a smaller topk",
     )
+
+
+def _quick(drafter: Eagle3, config: EngineConfig, weight: torch.Tensor) -> Eagle3 | None:
+    """The drafter with 8-bit weights, where it can draft faster."""
+    able = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    require(
+        able or config.draft_weights != "int8",
+        f"draft_weights int8 in {weight.dtype} on {weight.device.type}",
+        "8-bit draft passes are made for bfloat16 on a CPU",
+        "use auto or full",
+    )
+    return drafter.rounded() if able and config.draft_weights != "full" else None
 
 
 def auto_pages(config: EngineConfig, speculation: SpeculationConfig) -> int:

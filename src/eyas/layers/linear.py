@@ -63,6 +63,31 @@ class Linear(nn.Module):
         return names
 
 
+class Int8Linear(nn.Module):
+    """A linear layer without bias whose weights are 8-bit integers with one scale per output.
+
+    Reads half the bytes of bfloat16 and takes rows one by one: faster up to about 4 rows. Its
+    products are those of the rounded weights, so it serves where verification follows.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, linear: Linear) -> None:
+        """Round the weights of `linear`, which is bfloat16 on a CPU."""
+        super().__init__()
+        assert linear.bias is None, "a bias is not kept"
+        wide = linear.weight.detach().float()
+        scales = (wide.abs().amax(1) / 127).clamp(min=1e-12)
+        weight = (wide / scales[:, None]).round().to(torch.int8)
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("scales", scales.to(linear.weight.dtype), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, in] -> [T, out]`."""
+        return torch._weight_int8pack_mm(x, self.weight, self.scales)
+
+
 class Embedding(nn.Module):
     """`tokens int64[T] -> [T, E]`."""
 

@@ -8,13 +8,15 @@ section 3; the switches are those of speculators and vLLM (`norm_output`, `fc_no
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
 from eyas.attention import Attend
 from eyas.config import MAX_NODES, DrafterConfig
 from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, SelfAttention
-from eyas.layers.linear import Embedding, Linear, pad_rows
+from eyas.layers.linear import Embedding, Int8Linear, Linear, pad_rows
 
 
 class Eagle3(nn.Module):
@@ -80,6 +82,16 @@ class Eagle3(nn.Module):
         normed = self.norm(x)
         logits = self.head(pad_rows(normed, self.row_tile))[: x.shape[0]]
         return logits, normed if self.config.norm_output else x
+
+    def rounded(self) -> Eagle3:
+        """A copy that drafts with 8-bit weights, for a CPU in bfloat16."""
+        quick = copy.deepcopy(self)
+        quick.row_tile = 1
+        for module in list(quick.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, Linear):
+                    setattr(module, name, Int8Linear(child))
+        return quick
 
     def checkpoint_names(self) -> dict[str, tuple[nn.Parameter, int]]:
         """Checkpoint tensor name (EAGLE / SpecForge) -> (parameter, first row it fills)."""
