@@ -76,9 +76,14 @@ class KVPool:
         self.v = torch.zeros(shape, dtype=dtype, device=device)
 
     def write(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [T, Hkv, D] at flat positions `rows` int64[T] of `layer`."""
-        self.k[layer].index_copy_(1, rows, k.transpose(0, 1).to(self.k.dtype))
-        self.v[layer].index_copy_(1, rows, v.transpose(0, 1).to(self.v.dtype))
+        """Store k, v [T, Hkv, D] at flat positions `rows` int64[T] of `layer`.
+
+        What is not finite is stored as zero. Hidden positions are read with weight zero, and zero
+        times NaN is NaN: one request that overflows would spoil all that share or reuse a page.
+        """
+        for pooled, new in ((self.k, k), (self.v, v)):
+            finite = new.transpose(0, 1).to(pooled.dtype).nan_to_num(0.0, 0.0, 0.0)
+            pooled[layer].index_copy_(1, rows, finite)
 
     def page_rows(self, pages: torch.Tensor) -> torch.Tensor:
         """Rows int64[Hkv * M] that `gather` takes for `pages` int64[M] of every KV head."""
