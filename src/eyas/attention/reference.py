@@ -115,6 +115,32 @@ class _Gaps:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """Working memory of a pass, and views of the part that rows use; R is padded to the tile."""
+
+    grouped: tuple[int, ...]
+    """(B, N, Hkv, G, D)"""
+    queries: torch.Tensor
+    """[Hkv * B, R, D]"""
+    used_queries: torch.Tensor
+    """[Hkv, B, N, G, D]"""
+    scores: torch.Tensor
+    """float32[Hkv * B, R, L]"""
+    used_scores: torch.Tensor
+    """[Hkv, B, N, G, L]"""
+    sums: torch.Tensor
+    """float32[Hkv * B, R, D]"""
+    used_sums: torch.Tensor
+    """[B, N, Hkv, G, D]"""
+    out: torch.Tensor
+    """[T', H * D]"""
+    used_out: torch.Tensor
+    """[B, N, Hkv, G, D]"""
+    own: torch.Tensor
+    """float32[Hkv * B, R, window]: a tree's weights of one block."""
+
+
 class ReferencePass:
     """One pass; its working memory is allocated once and serves every layer."""
 
@@ -132,42 +158,62 @@ class ReferencePass:
         num_kv_heads, dim = pool.k.shape[1], pool.k.shape[3]
         self._batch = (num_kv_heads, pages.shape[0])
         self._length = mask.shape[-1]
-        self._dim = dim
         shape = (num_kv_heads * pages.numel(), pool.page_size * dim)
-        self._keys, self._values = pool.k.new_empty(shape), pool.v.new_empty(shape)
-        self._queries: torch.Tensor | None = None
-        self._scores: torch.Tensor | None = None
-        self._own: torch.Tensor | None = None
+        self._pages_k, self._pages_v = pool.k.new_empty(shape), pool.v.new_empty(shape)
+        flat = (num_kv_heads * pages.shape[0], self._length, dim)
+        self._keys = self._pages_k.view(flat).transpose(1, 2)
+        self._values = self._pages_v.view(flat)
+        self._work: _Work | None = None
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """See `Attend`."""
-        num_rows, padded = self.rows.shape[0], q.shape[0]
+        """See `Attend`; the result is overwritten by the next layer's."""
+        num_rows = self.rows.shape[0]
+        if self._work is None:
+            self._work = self._allocate(q, v)
+        work = self._work
         self.pool.write(layer, self.rows, k[:num_rows], v[:num_rows])
-        self.pool.gather(layer, self._pages, self._keys, self._values)
-        num_requests, num_new = self.mask.shape[:2]
-        grouped = q[:num_rows].view(num_requests, num_new, k.shape[1], -1, q.shape[-1])
-        out = self._attend(grouped.permute(2, 0, 1, 3, 4))
-        out = out.permute(1, 2, 0, 3, 4).reshape(num_rows, -1).to(v.dtype)
-        return out if padded == num_rows else F.pad(out, (0, 0, 0, padded - num_rows))
+        self.pool.gather(layer, self._pages, self._pages_k, self._pages_v)
+        grouped = q[:num_rows].view(work.grouped).permute(2, 0, 1, 3, 4)
+        torch.mul(grouped, q.shape[-1] ** -0.5, out=work.used_queries)
+        _product(work.queries, self._keys, work.scores)
+        work.used_scores.add_(self.mask)
+        started = False
+        for weights, start, end in self._blocks(self._softmax(work.scores)):
+            part = (weights.to(self._values.dtype), self._values[:, start:end])
+            _add_product(work.sums, *part) if started else _product(*part, work.sums)
+            started = True
+        work.used_out.copy_(work.used_sums)
+        return work.out
 
-    def _attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Softmax(q k / sqrt(D) + mask) v in float32, for q [Hkv, B, N, G, D] and of its shape."""
-        rows, batch = q.shape[2] * q.shape[3], q.shape[0] * q.shape[1]
-        queries, scores = self._buffers(rows)
-        torch.mul(q, q.shape[-1] ** -0.5, out=queries[:, :rows].view(q.shape))
-        keys = self._keys.view(batch, self._length, self._dim)
-        values = self._values.view(batch, self._length, self._dim)
-        _product(queries, keys.transpose(1, 2), scores)
-        seen = scores[:, :rows].view(*q.shape[:4], self._length)
-        seen += self.mask
-        out = None
-        for weights, start, end in self._blocks(self._softmax(scores)):
-            part = (weights.to(values.dtype), values[:, start:end])
-            out = _product(*part) if out is None else _add_product(out, *part)
-        assert out is not None, "a pass has at least one block"
-        return out[:, :rows].view(q.shape)
+    def _allocate(self, q: torch.Tensor, v: torch.Tensor) -> _Work:
+        """Working memory for rows like q [T', H, D] and v; padding rows stay zero."""
+        num_requests, num_new = self.mask.shape[:2]
+        num_kv_heads, dim, heads = self._batch[0], q.shape[-1], q.shape[1]
+        group = heads // num_kv_heads
+        rows, flat = num_new * group, num_kv_heads * num_requests
+        missing = -rows % ROW_TILE
+        queries = self._values.new_zeros(flat, rows + missing, dim)
+        scores = torch.empty(flat, rows + missing, self._length, device=q.device)
+        sums = torch.empty(flat, rows + missing, dim, device=q.device)
+        out = v.new_zeros(q.shape[0], heads * dim)
+        if self._gaps is not None:
+            self._gaps = self._gaps.repeat(group, missing)
+        shape = (num_kv_heads, num_requests, num_new, group)
+        grouped = (num_requests, num_new, num_kv_heads, group, dim)
+        return _Work(
+            grouped=grouped,
+            queries=queries,
+            used_queries=queries[:, :rows].view(*shape, dim),
+            scores=scores,
+            used_scores=scores[:, :rows].view(*shape, self._length),
+            sums=sums,
+            used_sums=sums[:, :rows].view(*shape, dim).permute(1, 2, 0, 3, 4),
+            out=out,
+            used_out=out[: num_requests * num_new].view(grouped),
+            own=scores.new_empty(*scores.shape[:2], BLOCK + MAX_NODES),
+        )
 
     def _softmax(self, scores: torch.Tensor) -> torch.Tensor:
         """Weights in place of `scores`; its sums run over the visible keys in their order."""
@@ -195,24 +241,11 @@ class ReferencePass:
         for i, member in enumerate(self._gaps.members):
             start, end = i * BLOCK, i * BLOCK + member.shape[-1]
             window = weights[:, :, start:end]
-            assert self._own is not None, "it is made with the scores"
-            own = self._own[:, :, : member.shape[-1]]
+            assert self._work is not None, "it is made with the scores"
+            own = self._work.own[:, :, : member.shape[-1]]
             shape = (self._batch[0], *member.shape)
             torch.mul(window.view(shape), member, out=own.view(shape))
             yield own, start, end
-
-    def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and scores of all layers, padded to the row tile; padding queries are zero."""
-        if self._queries is None or self._scores is None:
-            batch = self._batch[0] * self._batch[1]
-            missing = -rows % ROW_TILE
-            self._queries = self._keys.new_zeros(batch, rows + missing, self._dim)
-            size = (batch, rows + missing, self._length)
-            self._scores = torch.empty(size, device=self._keys.device)
-            if self._gaps is not None:
-                self._own = self._scores.new_empty(*size[:2], BLOCK + MAX_NODES)
-                self._gaps = self._gaps.repeat(rows // self.mask.shape[1], missing)
-        return self._queries, self._scores
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

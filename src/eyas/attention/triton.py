@@ -37,5 +37,7 @@ class TritonPass:
         num_rows, padded = self.rows.shape[0], q.shape[0]
         self.pool.write(layer, self.rows, k[:num_rows], v[:num_rows])
         out = v.new_empty(num_rows, q.shape[1] * q.shape[2])
-        paged_attention(q[:num_rows], self.pool, layer, self.batch, out)
+        pool = self.pool
+        k, v = pool.k[layer], pool.v[layer]
+        paged_attention(q[:num_rows], k, v, self.batch, pool.page_size, out)
         return out if padded == num_rows else F.pad(out, (0, 0, 0, padded - num_rows))

@@ -6,7 +6,7 @@ import torch
 
 from eyas.attention import paged_attention
 from eyas.batch import StepPlan, StepResult
-from eyas.config import EngineConfig, SpeculationConfig, require, require
+from eyas.config import EngineConfig, SpeculationConfig, require
 from eyas.engine.cycle import Parts, cycle, prefill
 from eyas.engine.state import DeviceState
 from eyas.errors import ConfigError

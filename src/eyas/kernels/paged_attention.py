@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from eyas.batch import ForwardBatch
-from eyas.kv.pool import KVPool
 
 BLOCK_M_FEW, BLOCK_M_MANY = 16, 64
 """Rows per tile: up to 64 rows a KV head (decode, verify), and more (prefill)."""
@@ -91,34 +90,39 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 
 def paged_attention(
-    q: torch.Tensor, pool: KVPool, layer: int, batch: ForwardBatch, out: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: ForwardBatch,
+    page_size: int,
+    out: torch.Tensor,
 ) -> None:
-    """Attend rows q float32 [T, H, D] of `batch` over `layer` of the pool into out [T, H * D].
+    """Attend rows q float32 [T, H, D] of `batch` over paged k, v [Hkv, P * page_size, D].
 
-    The rows' own keys and values are in the pool already. D is a power of two from 16 on.
+    The rows' own keys and values are in the pages already; the result goes to out [T, H * D]. D is
+    a power of two from 16 on.
     """
-    num_requests, heads = batch.prefix_lens.shape[0], pool.k.shape[1]
+    num_requests, heads = batch.prefix_lens.shape[0], k.shape[0]
     dim, group = q.shape[-1], q.shape[1] // heads
     rows = batch.num_new * group
     block_m = BLOCK_M_FEW if rows <= BLOCK_M_MANY else BLOCK_M_MANY
     assert q.stride(-1) == 1 and q.stride(-2) == dim, f"heads of q must be dense: {q.stride()}"
-    bits = batch.ancestors if batch.ancestors is not None else batch.prefix_lens
     _kernel[(num_requests, heads, triton.cdiv(rows, block_m))](
         q,
-        pool.k[layer],
-        pool.v[layer],
+        k,
+        v,
         out,
         batch.page_table,
         batch.prefix_lens,
-        bits,
+        batch.prefix_lens if batch.ancestors is None else batch.ancestors,
         dim**-0.5,
         batch.num_new,
         batch.tail_offset,
         q.stride(0),
-        pool.k.stride(1),
+        k.stride(0),
         batch.page_table.stride(0),
         GROUP=group,
-        PAGE=pool.page_size,
+        PAGE=page_size,
         DIM=dim,
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
@@ -126,9 +130,9 @@ def paged_attention(
     )
 
 
-def cost(batch: ForwardBatch, pool: KVPool, num_heads: int) -> tuple[int, int]:
+def cost(batch: ForwardBatch, k: torch.Tensor, num_heads: int) -> tuple[int, int]:
     """(FLOPs, bytes) of one layer with every request at the batch's bound on its length."""
-    requests, dim = batch.prefix_lens.shape[0], pool.k.shape[-1]
+    requests, (kv_heads, _, dim) = batch.prefix_lens.shape[0], k.shape
     rows = requests * batch.num_new * num_heads
-    read = requests * batch.max_kv_len * pool.k.shape[1] * dim * 2 * pool.k.element_size()
-    return 4 * rows * batch.max_kv_len * dim, read + rows * dim * 6
+    read = requests * batch.max_kv_len * kv_heads * dim * 2 * k.element_size()
+    return 4 * rows * batch.max_kv_len * dim, read + rows * dim * (4 + k.element_size())

@@ -23,7 +23,6 @@ from eyas.models.eagle3 import Eagle3
 from eyas.sampling import SamplingRows, gumbel_noise, scale
 from eyas.speculate.tree import Draft, chain_draft, select_nodes, tree_draft
 
-
 QUICK_ROWS = 3
 """Most rows of a pass for which 8-bit weights are faster (2-core CPU, AVX512-VNNI)."""
 
