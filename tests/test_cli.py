@@ -22,8 +22,8 @@ from eyas.flags import FlagGroup
 from tests.chat_model import write_chat_model, write_drafter
 
 ENGINE = (
-    "--chunked-prefill-size --context-length --device --dtype --max-running-requests --num-pages "
-    "--page-size"
+    "--chunked-prefill-size --context-length --device --draft-weights --dtype "
+    "--max-running-requests --num-pages --page-size"
 )
 SPECULATION = (
     "--no-speculative-shared-noise --speculative-algorithm --speculative-eagle-topk "
@@ -45,7 +45,7 @@ OPTIONS = {
     "--evaluate-tokens --exclude --final-lr --folder --greedy-share --held-out --help "
     "--intermediate-size --log-every --long-share --loss-chunk --lr --max-length --max-minutes "
     "--model --no-fc-norm --no-norm-output --norm-before-residual --opening-share --prompts "
-    "--resume --round-size --rows --save-every --seed --stage --steps --ttt-steps --user-tokens "
+    "--resume --round-size --rows --save-every --seed --stage --steps --texts --ttt-steps --user-tokens "
     "--warmup --weight-decay --write-minutes --write-prefill --writers",
 }
 

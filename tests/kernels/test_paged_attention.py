@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
+import eyas
+from eyas.attention.reference import ReferenceAttention
+from eyas.attention.triton import TritonAttention
+from eyas.batch import ForwardBatch, ForwardMode
+from eyas.kv.pool import KVPool
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRID = list(itertools.product((1, 4, 16, 64), (1, 3, 4), ("none", "tree")))
 
 
 def compare(num_new: int, group: int, masked: bool, page_size: int, seed: int) -> float:
     """Largest difference of the kernel from the reference on random pages and masks."""
-    from eyas.attention.reference import ReferenceAttention
-    from eyas.attention.triton import TritonAttention
-    from eyas.batch import ForwardBatch, ForwardMode
-    from eyas.kv.pool import KVPool
-
     generator = torch.Generator().manual_seed(seed)
     kv_heads, dim, num_requests = 2, 16, 3
     prefix = torch.tensor([0, 37, 90])
@@ -75,7 +76,8 @@ def run_grid() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernel itself")
 def test_interpreted_kernel_equals_reference() -> None:
     """Masks, pages, groups and tiles, in a process whose Triton interprets."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    source = str(Path(eyas.__file__).parents[1])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
     subprocess.run([sys.executable, str(Path(__file__))], env=environment, check=True)
 
 

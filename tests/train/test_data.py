@@ -306,3 +306,23 @@ def test_evaluation_prompts_come_from_files_and_held_out_text(tmp_path: Path) ->
     report = evaluate(writer, files, held_out, params=params, depth=4)
     assert set(report) == {"gsm8k/question", "held_out"}
     assert report["gsm8k/question"]["prompts"] == 1
+
+
+def test_merged_text_holds_every_document_once() -> None:
+    """Texts of several runs are mixed; nothing is lost, and a document keeps its own mask."""
+    first = Corpus.of([([1, 2, 3], [False, True, True]), ([4], [True])])
+    second = Corpus.of([([5, 6], [False, False])])
+    merged = Corpus.merge([first, second], seed=3)
+    found = sorted((ids.tolist(), mask.tolist()) for ids, mask in map(merged.document, range(3)))
+    assert found == [
+        ([1, 2, 3], [False, True, True]),
+        ([4], [True]),
+        ([5, 6], [False, False]),
+    ]
+
+
+def test_prompt_rows_end_at_newlines_alone(tmp_path: Path) -> None:
+    """A line separator inside a JSON string does not end the row."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one\u2028two"}\n{"prompt": "three"}\n', encoding="utf-8")
+    assert read_turns(path) == [["one\u2028two"], ["three"]]

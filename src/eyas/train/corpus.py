@@ -82,6 +82,17 @@ class Corpus:
         )
         return first, last
 
+    @classmethod
+    def merge(cls, parts: Sequence[Corpus], seed: int) -> Corpus:
+        """All documents of `parts`, shuffled."""
+        documents = [part.document(i) for part in parts for i in range(len(part))]
+        order = np.random.default_rng(seed).permutation(len(documents))
+        return cls(
+            tokens=np.concatenate([documents[i][0] for i in order]),
+            mask=np.concatenate([documents[i][1] for i in order]),
+            offsets=np.cumsum([0, *(len(documents[i][0]) for i in order)]),
+        )
+
     def save(self, path: Path, notes: dict[str, str]) -> None:
         """Write a safetensors file: uint16 tokens where they fit, packed mask, offsets."""
         small = self.tokens.size == 0 or int(self.tokens.max()) < 2**16

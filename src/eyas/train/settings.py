@@ -21,6 +21,7 @@ class TrainConfig(TextConfig):
 
     stage: str = option("all", "all, data (write text), train (and export) or evaluate")
     resume: bool = option(False, "continue from the checkpoint in the folder")
+    texts: tuple[str, ...] = option((), "text files of other runs to train on as well")
     dtype: str = option("auto", "type of the passes: auto, bfloat16 or float32")
     attention: str = option("auto", "flash (CUDA), loop (anywhere, slow) or auto")
     steps: int = option(6000, "optimiser steps")
@@ -74,7 +75,7 @@ class TrainConfig(TextConfig):
             "float16 gradients would underflow",
             "use auto, bfloat16 or float32",
         )
-        for name in ("prompts", "exclude", "evaluate_prompts"):
+        for name in ("prompts", "exclude", "evaluate_prompts", "texts"):
             for path in getattr(self, name):
                 require(Path(path).is_file(), f"{name} {path}", "must be a file", "check the path")
 

@@ -285,11 +285,18 @@ def write_stage(config: TrainConfig) -> None:
         pass
 
 
+def load_text(config: TrainConfig) -> Corpus:
+    """The run's own text, with that of `config.texts` mixed in."""
+    own = Corpus.load(config.text_path)
+    others = [Corpus.load(Path(path)) for path in config.texts]
+    return Corpus.merge([own, *others], config.seed) if others else own
+
+
 def train_stage(config: TrainConfig) -> None:
     """Train on the written text and export the drafter in both formats, in bfloat16."""
     device = resolve_device(config.device)
     target = load_target(resolve(config.model), resolve_dtype(config.dtype, device), device)
-    trainer = Trainer(config, target, Corpus.load(config.text_path))
+    trainer = Trainer(config, target, load_text(config))
     trainer.train()
     master = trainer.state.master
     export_specforge(master, config.export_path, torch.bfloat16)
@@ -314,7 +321,7 @@ def evaluate_stage(config: TrainConfig) -> dict[str, Any]:
     llm = LLM(config.model, drafter=str(config.export_path), speculation=chain, config=engine)
     held_out = None
     if config.text_path.exists():
-        _, held_out = Corpus.load(config.text_path).split(config.held_out)
+        _, held_out = load_text(config).split(config.held_out)
     params = SamplingParams(max_tokens=config.evaluate_tokens)
     report = evaluate(
         llm, config.evaluate_prompts, held_out, params=params, depth=config.evaluate_drafts
