@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def threads() -> Iterator[None]:
     """One thread; a module with real weights overrides this."""
     before = torch.get_num_threads()

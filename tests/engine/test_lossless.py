@@ -16,6 +16,7 @@ import torch
 from eyas.config import SamplingParams, SpeculationConfig
 from eyas.engine.engine import Engine
 from eyas.models.llama import Llama
+from eyas.speculate.drafter import Eagle3Drafter, NGramDrafter, NoDrafter
 from tests.helpers import (
     NONE,
     TREES,
@@ -95,7 +96,10 @@ class World:
     def engine(self, name: str, **config: Any) -> Engine:
         speculation = DRAFTED[name]
         if not name.startswith("scripted"):
-            return make_engine(self.target, self.network, speculation, **config)
+            engine = make_engine(self.target, self.network, speculation, **config)
+            kinds = {"NONE": NoDrafter, "NGRAM": NGramDrafter, "EAGLE3": Eagle3Drafter}
+            assert type(engine.runner.parts.drafter) is kinds[speculation.algorithm]
+            return engine
         texts = [[*j.prompt, *out] for j, out in zip(JOBS, self.expected, strict=True)]
         drafter = ScriptedDrafter(texts, speculation, often_right)
         return make_engine(self.target, drafter, speculation, **config)

@@ -115,6 +115,8 @@ def _drafter(
 ) -> Drafter:
     if speculation.algorithm == "NONE":
         return NoDrafter()
+    if speculation.algorithm == "NGRAM" and (drafter is None or isinstance(drafter, Eagle3)):
+        return NGramDrafter(speculation.num_steps)
     if isinstance(drafter, Eagle3):
         _check_network(drafter, target, config, speculation)
         heads = (drafter.config.num_kv_heads, drafter.config.head_dim)
@@ -124,8 +126,6 @@ def _drafter(
         return Eagle3Drafter(drafter, embedding, pool, speculation, rows, quick)
     if drafter is not None:
         return drafter
-    if speculation.algorithm == "NGRAM":
-        return NGramDrafter(speculation.num_steps)
     raise ConfigError(
         "algorithm EAGLE3 without a drafter",
         "EAGLE-3 needs a trained network",
