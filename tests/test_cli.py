@@ -45,8 +45,8 @@ OPTIONS = {
     "--evaluate-tokens --exclude --final-lr --folder --greedy-share --held-out --help "
     "--intermediate-size --log-every --long-share --loss-chunk --lr --max-length --max-minutes "
     "--model --no-fc-norm --no-norm-output --norm-before-residual --opening-share --prompts "
-    "--resume --round-size --rows --save-every --seed --stage --steps --texts --ttt-steps --user-tokens "
-    "--warmup --weight-decay --write-minutes --write-prefill --writers",
+    "--resume --round-size --rows --save-every --seed --stage --steps --texts --ttt-steps "
+    "--user-tokens --warmup --weight-decay --write-minutes --write-prefill --writers",
 }
 
 

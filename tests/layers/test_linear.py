@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eyas.layers.linear import Linear, pad_rows, row_tile
+from eyas.layers.linear import ANY_ROWS, Linear, RowTile, pad_rows, row_tile
 
 CPU = torch.device("cpu")
 SHAPES = [(576, 960), (1536, 576), (1152, 960), (576, 576), (576, 3072), (576, 49152)]
@@ -47,10 +47,12 @@ def test_a_row_has_the_same_bits_among_any_rows(
 def test_pad_rows() -> None:
     """Fault: padding that copies or drops rows."""
     x = torch.ones(3, 2)
-    assert pad_rows(x, 1) is x
-    assert pad_rows(x, 3) is x
-    assert pad_rows(x, 4).tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
-    assert pad_rows(torch.arange(5), 4).tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    assert pad_rows(x, ANY_ROWS) is x
+    assert pad_rows(x, RowTile(3, 3)) is x
+    assert pad_rows(x, RowTile(2, 1)) is x
+    assert pad_rows(x[:1], RowTile(2, 1)).tolist() == [[1, 1], [0, 0]]
+    assert pad_rows(x, RowTile(4, 4)).tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
+    assert pad_rows(torch.arange(5), RowTile(4, 4)).tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -4,31 +4,45 @@ A layer declares the checkpoint names of its row blocks (`parts`); the loader co
 its rows and proves that none is missing. The layers know nothing of files or devices.
 
 Row tile: a library matmul may pick another reduction order for another number of rows. On a CPU
-it does below a tile of rows (see docs/performance.md), so a pass pads its rows to the tile, and a
+it does below a tile of rows (see docs/performance.md), so a pass pads its rows to that, and a
 row's result then depends on neither the number of rows nor its place among them.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
-def row_tile(device: torch.device, dtype: torch.dtype) -> int:
-    """Rows every matmul is padded to a multiple of, so that a row's bits do not depend on others.
+class RowTile(NamedTuple):
+    """The rows a pass is padded to: at least `least`, and a multiple of `step`."""
 
-    On a CPU 4 in float32 (MKL) and 2 in 16-bit types (oneDNN); 1 on a GPU, where cuBLAS was
-    row-independent for 1..32 rows in bfloat16.
+    least: int = 1
+    step: int = 1
+
+
+ANY_ROWS = RowTile()
+"""No padding."""
+
+
+def row_tile(device: torch.device, dtype: torch.dtype) -> RowTile:
+    """Padding by which a row's bits do not depend on the other rows of a matmul.
+
+    On a CPU oneDNN's 16-bit products of one row differ from those of more, and MKL's float32
+    products go by fours; on a GPU cuBLAS was row-independent for 1..32 rows in bfloat16.
     """
     if device.type != "cpu":
-        return 1
-    return 4 if dtype == torch.float32 else 2
+        return ANY_ROWS
+    return RowTile(4, 4) if dtype == torch.float32 else RowTile(2, 1)
 
 
-def pad_rows(x: torch.Tensor, tile: int) -> torch.Tensor:
-    """`x[T, ...]` with zero rows appended up to a multiple of `tile`."""
-    missing = -x.shape[0] % tile
+def pad_rows(x: torch.Tensor, tile: RowTile) -> torch.Tensor:
+    """`x[T, ...]` with zero rows appended as `tile` asks."""
+    rows = x.shape[0]
+    missing = max(tile.least - rows, -rows % tile.step)
     if not missing:
         return x
     return torch.cat((x, x.new_zeros(missing, *x.shape[1:])))

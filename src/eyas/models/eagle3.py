@@ -16,7 +16,7 @@ from torch import nn
 from eyas.attention import Attend
 from eyas.config import MAX_NODES, DrafterConfig
 from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, SelfAttention
-from eyas.layers.linear import Embedding, Int8Linear, Linear, pad_rows
+from eyas.layers.linear import ANY_ROWS, Embedding, Int8Linear, Linear, RowTile, pad_rows
 
 
 class Eagle3(nn.Module):
@@ -28,7 +28,7 @@ class Eagle3(nn.Module):
 
     target_ids: torch.Tensor
 
-    def __init__(self, config: DrafterConfig, row_tile: int = 1) -> None:
+    def __init__(self, config: DrafterConfig, row_tile: RowTile = ANY_ROWS) -> None:
         super().__init__()
         self.config = config
         self.row_tile = row_tile
@@ -86,7 +86,7 @@ class Eagle3(nn.Module):
     def rounded(self) -> Eagle3:
         """A copy that drafts with 8-bit weights, for a CPU in bfloat16."""
         quick = copy.deepcopy(self)
-        quick.row_tile = 1
+        quick.row_tile = ANY_ROWS
         for module in list(quick.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, Linear):

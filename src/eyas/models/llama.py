@@ -13,7 +13,7 @@ from torch import nn
 from eyas.attention import Attend
 from eyas.config import MAX_NODES, ModelConfig
 from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, SelfAttention
-from eyas.layers.linear import Embedding, Linear, pad_rows
+from eyas.layers.linear import ANY_ROWS, Embedding, Linear, RowTile, pad_rows
 
 
 class LlamaBlock(nn.Module):
@@ -42,7 +42,7 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Tokens to hidden states, hidden states to logits."""
 
-    def __init__(self, config: ModelConfig, row_tile: int = 1) -> None:
+    def __init__(self, config: ModelConfig, row_tile: RowTile = ANY_ROWS) -> None:
         super().__init__()
         self.config = config
         self.row_tile = row_tile
