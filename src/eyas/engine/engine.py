@@ -241,12 +241,15 @@ class LLM:
         request = self.engine.add(self._tokens(prompt), params, stream=True)
         shown = 0
         try:
-            while request.status is not Status.FINISHED:
-                self.engine.step()
+            while True:
                 safe = request.safe_text_length()
                 if safe > shown:
                     yield request.text[shown:safe]
                     shown = safe
+                elif request.status is Status.FINISHED:
+                    return
+                else:
+                    self.engine.step()
         finally:
             self.engine.abort(request)
 
