@@ -176,7 +176,11 @@ def test_no_loose_ends(path: Path) -> None:
 
 
 def test_tests_mirror_the_source() -> None:
-    """A test file in a room's folder stands for a file of that room, or for a topic of it."""
+    """A test file in a room's folder stands for a file of that room, or for a topic of it.
+
+    `gpu` holds what runs on such a machine only, whatever room it is about.
+    """
     for path in TESTS.rglob("test_*.py"):
         folder = path.relative_to(TESTS).parent
-        assert (SOURCE / folder).is_dir(), f"{path}: no room {folder}"
+        known = folder.name == "gpu" or (SOURCE / folder).is_dir()
+        assert known, f"{path}: no room {folder}"
