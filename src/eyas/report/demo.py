@@ -24,10 +24,10 @@ from eyas.report.options import BenchConfig
 from eyas.report.prompts import PROMPTS
 from eyas.report.table import show
 
-SHOWN = ("explain", "maths", "code", "translate")
+SHOWN = ("explain", "maths", "code", "list")
 SHOWN_TOKENS = 96
-CHECKED, CHECKED_TOKENS = 6, 48
-BENCHED, BENCHED_TOKENS = 6, 64
+CHECKED, CHECKED_TOKENS = 5, 48
+BENCHED, BENCHED_TOKENS = 6, 128
 SHADES = ("black on bright_cyan", "black on bright_green", "black on bright_yellow")
 FRAME_SECONDS = 0.12
 
