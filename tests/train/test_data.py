@@ -326,3 +326,11 @@ def test_prompt_rows_end_at_newlines_alone(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one\u2028two"}\n{"prompt": "three"}\n', encoding="utf-8")
     assert read_turns(path) == [["one\u2028two"], ["three"]]
+
+
+def test_prompt_file_of_other_encoding_is_refused(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8 are the user's to mend, not a stack trace."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "caf\xe9"}\n')
+    with pytest.raises(CheckpointError, match="UTF-8"):
+        read_turns(path)

@@ -147,9 +147,9 @@ def read_turns(path: Path) -> list[list[str]]:
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{path}: {error.strerror}", "prompt files must be readable", "check the path"
+            f"{path}: {error}", "prompt files must be readable UTF-8", "check the file"
         ) from error
     return [_row_turns(path, i, line) for i, line in enumerate(lines) if line.strip()]
 
