@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +64,31 @@ def test_integrity_check_sees_losses_and_double_owners() -> None:
     allocator.free(pages[:1])
     with pytest.raises(AssertionError, match="lost or owned twice"):
         allocator.check_integrity([])
+
+
+def resident() -> int:
+    """Bytes of memory that this process really holds."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc of Linux")
+def test_a_pool_takes_memory_where_it_is_written() -> None:
+    """Fault: memory beyond the budget. A pool of 8 slots of 8192 tokens is 3 GB for SmolLM2."""
+    before = resident()
+    pool = KVPool(
+        num_layers=30,
+        num_kv_heads=3,
+        head_dim=64,
+        num_pages=4097,
+        page_size=16,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    assert pool.k.nbytes + pool.v.nbytes > 3e9
+    assert not pool.k[3, 1, 500].any()
+    pool.write(0, torch.arange(16, 40), torch.ones(24, 3, 64), torch.ones(24, 3, 64))
+    assert resident() - before < 3e7, "pages that nobody wrote are filled"
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

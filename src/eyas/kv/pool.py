@@ -7,8 +7,10 @@ The pool knows nothing of requests; the allocator knows nothing of tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from eyas.errors import CapacityError
@@ -72,8 +74,8 @@ class KVPool:
     ) -> None:
         shape = (num_layers, num_kv_heads, num_pages * page_size, head_dim)
         self.page_size, self.num_pages = page_size, num_pages
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = _zeros(shape, dtype, device)
+        self.v = _zeros(shape, dtype, device)
 
     def write(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [T, Hkv, D] at flat positions `rows` int64[T] of `layer`.
@@ -102,6 +104,17 @@ class KVPool:
         """Copy flat positions `source` int64[M] onto `target` int64[M] in every layer."""
         for tensor in (self.k, self.v):
             tensor.index_copy_(2, target, tensor.index_select(2, source))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take no memory on a CPU before they are written: numpy's do, torch's are filled.
+
+    A pool is as large as the longest answers of all slots together; few of its pages are used.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def flat_rows(page_table: torch.Tensor, index: torch.Tensor, page_size: int) -> torch.Tensor:
