@@ -26,8 +26,8 @@ from eyas.report.table import show
 
 SHOWN = ("explain", "maths", "code", "list")
 SHOWN_TOKENS = 96
-CHECKED, CHECKED_TOKENS = 5, 48
-BENCHED, BENCHED_TOKENS = 6, 128
+CHECKED, CHECKED_TOKENS = 4, 48
+BENCHED, BENCHED_TOKENS = 4, 96
 SHADES = ("black on bright_cyan", "black on bright_green", "black on bright_yellow")
 FRAME_SECONDS = 0.12
 
