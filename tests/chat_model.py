@@ -11,8 +11,8 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
-from eyas.config import DrafterConfig
 from eyas.layers.linear import row_tile
+from eyas.model_config import DrafterConfig
 from eyas.models.eagle3 import Eagle3
 from eyas.models.registry import allocate
 from eyas.train.export import export_specforge

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from eyas.checkpoint import SMOLLM2_FILE, SMOLLM2_PACKAGE, resolve
-from eyas.config import DrafterConfig, ModelConfig
+from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.eagle3 import Eagle3
 
 

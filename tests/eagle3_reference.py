@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from eyas.config import SpeculationConfig
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
-from eyas.models.registry import row_ranges
 from eyas.sampling import gumbel_noise
 
 
@@ -34,7 +33,7 @@ def causal_attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
 
 
 @torch.inference_mode()
-def target_states(target: Llama, tokens: Sequence[int], layers: tuple[int, ...]) -> torch.Tensor:
+def target_states(target: Decoder, tokens: Sequence[int], layers: tuple[int, ...]) -> torch.Tensor:
     """[T, len(layers) * E]: the target's states of a text, without a cache."""
     aux = torch.empty(len(tokens), len(layers) * target.config.hidden_size)
     ids = torch.tensor(tokens)
@@ -43,7 +42,7 @@ def target_states(target: Llama, tokens: Sequence[int], layers: tuple[int, ...])
 
 
 @torch.inference_mode()
-def target_logits(target: Llama, tokens: Sequence[int]) -> torch.Tensor:
+def target_logits(target: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     """[T, V]: the target's logits of a text, without a cache."""
     ids = torch.tensor(tokens)
     return target.logits(target(ids, torch.arange(len(tokens)), causal_attend))
@@ -73,8 +72,7 @@ class PlainEagle3:
 
     def weight(self, name: str) -> torch.Tensor:
         """A checkpoint tensor."""
-        parameter, start, end = row_ranges(self.network.checkpoint_names())[name]
-        return parameter.data[start:end].double()
+        return self.network.places()[name].into.double()
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """RMSNorm by a named weight."""
@@ -165,7 +163,7 @@ def candidates(
 @torch.inference_mode()
 def draft_paths(
     network: Eagle3,
-    target: Llama,
+    target: Decoder,
     tokens: Sequence[int],
     speculation: SpeculationConfig,
     noise: Noise | None = None,

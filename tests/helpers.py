@@ -18,12 +18,13 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
 from eyas.batch import ForwardMode
-from eyas.config import DrafterConfig, EngineConfig, ModelConfig, SamplingParams, SpeculationConfig
+from eyas.config import EngineConfig, SamplingParams, SpeculationConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Status
 from eyas.layers.linear import row_tile
+from eyas.model_config import DrafterConfig, ModelConfig
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 from eyas.models.registry import allocate
 from eyas.speculate.drafter import Committed, DraftContext, Drafter
 from eyas.speculate.tree import Draft, chain_draft, tree_draft
@@ -57,7 +58,7 @@ def randomise(module: nn.Module, seed: int, std: float) -> None:
 
 def tiny_target(
     dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device = CPU, **changes: Any
-) -> Llama:
+) -> Decoder:
     """A random Llama of 4 layers, 64 tokens, hidden size 64, 4 heads over 2 KV heads."""
     values: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -69,7 +70,7 @@ def tiny_target(
         "head_dim": 16,
         "max_position": 256,
     }
-    module = Llama(ModelConfig(**{**values, **changes}), row_tile(device, dtype))
+    module = Decoder(ModelConfig(**{**values, **changes}), row_tile(device, dtype))
     allocate(module, dtype, device)
     randomise(module, seed, 0.15)
     return module.eval()
@@ -128,7 +129,7 @@ def toy_tokenizer(eos: tuple[int, ...] = (), size: int = VOCAB) -> Tokenizer:
 
 
 def make_engine(
-    target: Llama,
+    target: Decoder,
     drafter: Eagle3 | Drafter | None = None,
     speculation: SpeculationConfig = NONE,
     *,
@@ -203,7 +204,7 @@ def outputs(requests: Sequence[Request]) -> list[list[int]]:
     return [r.output for r in requests]
 
 
-def alone(target: Llama, jobs: Sequence[Job], **config: Any) -> list[list[int]]:
+def alone(target: Decoder, jobs: Sequence[Job], **config: Any) -> list[list[int]]:
     """The texts of `jobs` by plain decoding, each alone in a fresh engine: the reference."""
     texts = []
     for job in jobs:

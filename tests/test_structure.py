@@ -17,6 +17,7 @@ TESTS = ROOT / "tests"
 
 RANKS = {
     "config": 0,
+    "model_config": 0,
     "batch": 0,
     "errors": 0,
     "spans": 0,
@@ -46,7 +47,11 @@ RANKS = {
 }
 """Room (a file or folder of `eyas`) -> floor."""
 
-GROUND = {"config": {"errors"}, "checkpoint": {"gguf_folder"}}
+GROUND = {
+    "config": {"errors"},
+    "model_config": {"config"},
+    "checkpoint": {"gguf_folder"},
+}
 """Rooms that may also use named ones of their own floor."""
 
 LAZY = {"attention/__init__.py", "models/registry.py", "cli.py"}

@@ -1,4 +1,4 @@
-"""Frozen configuration of an engine, its target, its drafter and a request.
+"""Frozen settings of an engine, its speculation and a request.
 
 The command line derives its flags from the fields here and its help from each field's `doc`.
 Nothing here reads a file, an environment variable or a device.
@@ -48,94 +48,6 @@ class Strict:
                 f"use one of {', '.join(known)}",
             )
         return cls(**values)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig(Strict):
-    """Rotary embedding: base and, for `linear` and `llama3`, its frequency scaling."""
-
-    theta: float = option(10000.0, "base of the rotary frequencies")
-    kind: str = option("default", "default, linear or llama3")
-    factor: float = option(1.0, "stretch of the context")
-    low_freq_factor: float = option(1.0, "llama3: frequencies below are stretched fully")
-    high_freq_factor: float = option(4.0, "llama3: frequencies above are left alone")
-    original_max_position: int = option(8192, "llama3: context before the stretch")
-
-    def __post_init__(self) -> None:
-        require(
-            self.kind in ("default", "linear", "llama3"),
-            f"rope scaling {self.kind!r}",
-            "only default, linear and llama3 are implemented",
-            "use a checkpoint with one of these",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig(Strict):
-    """Dimensions of a Llama-style decoder."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position: int
-    rms_norm_eps: float = 1e-5
-    rope: RopeConfig = RopeConfig()
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    eos_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"{self.num_heads} query heads over {self.num_kv_heads} KV heads",
-            "query heads must be a multiple of KV heads",
-            "check num_attention_heads and num_key_value_heads in config.json",
-        )
-
-    def default_aux_layers(self) -> tuple[int, ...]:
-        """Boundaries captured for EAGLE-3: inputs of layers 2, L/2 and L-3 (EAGLE reference).
-
-        Raises `ConfigError` for targets so shallow that these are not three ascending layers.
-        """
-        layers = (2, self.num_layers // 2, self.num_layers - 3)
-        require(
-            layers[0] < layers[1] < layers[2],
-            f"a target of {self.num_layers} layers",
-            f"its states would be captured before layers {layers}, which must ascend",
-            "name the layers to capture",
-        )
-        return layers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterConfig(Strict):
-    """Dimensions and switches of an EAGLE-3 drafter with one Llama-style layer.
-
-    `aux_layers` are boundaries: i means the input of target layer i (i = L: after the last).
-    `norm_output` feeds the normed hidden state back (the vLLM meaning, "EAGLE-3.1").
-    """
-
-    vocab_size: int
-    draft_vocab_size: int
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position: int
-    aux_layers: tuple[int, ...]
-    rms_norm_eps: float = 1e-5
-    rope: RopeConfig = RopeConfig()
-    fc_norm: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    own_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

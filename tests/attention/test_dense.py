@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from eyas.attention.dense import DenseCausal, Documents, TrainingTimeTest
-from eyas.config import DrafterConfig
 from eyas.layers.linear import row_tile
+from eyas.model_config import DrafterConfig
 from eyas.models.eagle3 import Eagle3
 
 CPU = torch.device("cpu")

@@ -16,6 +16,7 @@ import torch
 from eyas.attention.reference import BLOCK, ReferenceAttention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.kv.pool import KVPool, flat_rows
+from eyas.model_config import AttentionShape
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
 MODEL_TYPES = [torch.float32, torch.bfloat16]
@@ -48,9 +49,7 @@ class Paged:
         each = -(-room // page_size)
         num_pages = len(sequences) * each + 3
         self.pool = KVPool(
-            num_layers=2,
-            num_kv_heads=KV_HEADS,
-            head_dim=DIM,
+            AttentionShape.heads(2, KV_HEADS, DIM),
             num_pages=num_pages,
             page_size=page_size,
             dtype=torch.float32,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from eyas.config import SamplingParams, SpeculationConfig
-from eyas.models.llama import Llama
+from eyas.models.decoder import Decoder
 from tests.helpers import (
     Job,
     ScriptedDrafter,
@@ -38,7 +38,7 @@ class World:
     """Greedy and sampled requests with the texts that plain decoding writes, and beyond."""
 
     def __init__(self) -> None:
-        self.target: Llama = tiny_target()
+        self.target: Decoder = tiny_target()
         temperatures = (0.0, 1.0, 0.7, 0.0, 1.0)
         self.jobs = [
             Job(prompt=p, params=SamplingParams(max_tokens=TOKENS, temperature=t, seed=i))

@@ -17,8 +17,8 @@ import torch
 from scipy import stats
 
 from eyas.config import SamplingParams, SpeculationConfig
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 from tests.eagle3_reference import PlainEagle3, target_logits, target_states
 from tests.helpers import (
     NONE,
@@ -38,7 +38,7 @@ PROMPT = (1, 2, 3, 4)
 
 
 @cache
-def pair() -> tuple[Llama, Eagle3]:
+def pair() -> tuple[Decoder, Eagle3]:
     """A target of 8 tokens with a lively distribution, and a drafter that knows all of them."""
     target = tiny_target(vocab_size=TOKENS, seed=4)
     target.head.weight.data *= 0.5
@@ -143,7 +143,7 @@ def test_texts_have_the_targets_law(name: str) -> None:
         assert accepted > 1.2, f"{shape}: hardly a draft was accepted, the test shows little"
 
 
-def draft_law(network: Eagle3, target: Llama, text: list[int]) -> np.ndarray[Any, Any]:
+def draft_law(network: Eagle3, target: Decoder, text: list[int]) -> np.ndarray[Any, Any]:
     """The drafter's own law of the token behind `text` at temperature 1, in float64."""
     plain = PlainEagle3(network, target.embed.weight)
     last = plain.read(text, target_states(target, text, network.config.aux_layers))

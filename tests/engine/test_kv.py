@@ -16,8 +16,8 @@ from eyas.config import SamplingParams, SpeculationConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Status
 from eyas.kv.pool import KVPool, flat_rows
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 from eyas.speculate.drafter import Eagle3Drafter
 from tests.helpers import (
     TREES,
@@ -131,7 +131,7 @@ def jobs(*lengths: int, tokens: int = 14) -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Llama, Eagle3]:
+def pair() -> tuple[Decoder, Eagle3]:
     return tiny_target(), tiny_drafter()
 
 
@@ -149,7 +149,7 @@ SHAPES = [chain(1), chain(4), *TREES]
     ids=["pages", "chunks", "preempted"],
 )
 def test_caches_equal_a_prefill_from_scratch(
-    pair: tuple[Llama, Eagle3], shape: SpeculationConfig, config: dict[str, Any]
+    pair: tuple[Decoder, Eagle3], shape: SpeculationConfig, config: dict[str, Any]
 ) -> None:
     """Fault: draft KV kept from draft hiddens (v#14649); a chunk's last row without the next token.
 
@@ -165,7 +165,7 @@ def test_caches_equal_a_prefill_from_scratch(
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_page_edges(pair: tuple[Llama, Eagle3], page_size: int) -> None:
+def test_page_edges(pair: tuple[Decoder, Eagle3], page_size: int) -> None:
     """Fault: acceptance lower at page edges (v PR#16370); leaks at page size > 1 (s#13741).
 
     Prompts of every length from 1 to 3 pages (16 and 64: to a whole page and around the edges);

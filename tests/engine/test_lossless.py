@@ -15,7 +15,7 @@ import torch
 
 from eyas.config import SamplingParams, SpeculationConfig
 from eyas.engine.engine import Engine
-from eyas.models.llama import Llama
+from eyas.models.decoder import Decoder
 from eyas.speculate.drafter import Eagle3Drafter, NGramDrafter, NoDrafter
 from tests.helpers import (
     NONE,
@@ -89,7 +89,7 @@ class World:
     """A target with its drafter and the reference texts."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.target: Llama = tiny_target(dtype)
+        self.target: Decoder = tiny_target(dtype)
         self.network = tiny_drafter(dtype)
         self.expected = alone(self.target, JOBS)
 

@@ -13,6 +13,7 @@ import torch
 
 from eyas.config import SamplingParams, SpeculationConfig
 from eyas.kv.pool import KVPool
+from eyas.model_config import AttentionShape
 from tests.helpers import (
     NONE,
     TREES,
@@ -74,9 +75,7 @@ def test_a_drafted_token_harms_no_sibling() -> None:
 def test_the_pool_keeps_finite_values_only() -> None:
     """What is not finite is stored as zero."""
     pool = KVPool(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=4,
+        AttentionShape.heads(1, 1, 4),
         num_pages=2,
         page_size=4,
         dtype=torch.float32,

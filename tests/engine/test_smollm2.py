@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.config import DrafterConfig, EngineConfig, SamplingParams, SpeculationConfig
+from eyas.config import EngineConfig, SamplingParams, SpeculationConfig
 from eyas.engine.engine import Engine
 from eyas.layers.linear import row_tile
+from eyas.model_config import DrafterConfig
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 from eyas.models.registry import allocate, load_target
 from eyas.speculate.checkpoints import find_drafter, load_drafter
 from eyas.tokenizer import Tokenizer
@@ -46,12 +47,12 @@ def threads() -> None:
 
 
 @cache
-def weights(folder: Path, dtype: torch.dtype) -> tuple[Llama, Tokenizer]:
+def weights(folder: Path, dtype: torch.dtype) -> tuple[Decoder, Tokenizer]:
     return load_target(folder, dtype, CPU), Tokenizer.from_folder(folder)
 
 
 @cache
-def shipped(target: Llama) -> Eagle3:
+def shipped(target: Decoder) -> Eagle3:
     """The drafter that comes with eyas."""
     place = find_drafter("auto", "smollm2")
     assert place is not None, "the drafter for SmolLM2 is not in the package"
@@ -59,7 +60,7 @@ def shipped(target: Llama) -> Eagle3:
 
 
 @cache
-def random_network(target: Llama) -> Eagle3:
+def random_network(target: Decoder) -> Eagle3:
     """A drafter of the shipped shape that knows nothing."""
     config = target.config
     network = Eagle3(
@@ -83,7 +84,7 @@ def random_network(target: Llama) -> Eagle3:
 
 
 def engine_for(
-    target: Llama, tokenizer: Tokenizer, shape: SpeculationConfig, network: Eagle3, **config: Any
+    target: Decoder, tokenizer: Tokenizer, shape: SpeculationConfig, network: Eagle3, **config: Any
 ) -> Engine:
     values = {"context_length": 512, "device": "cpu", **config}
     return Engine(

@@ -16,8 +16,8 @@ from eyas.config import EngineConfig, SamplingParams, SpeculationConfig
 from eyas.engine.request import Request, Status
 from eyas.engine.scheduler import Scheduler
 from eyas.kv.pool import PageAllocator
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 from tests.helpers import (
     NONE,
     TREES,
@@ -46,7 +46,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 @cache
-def pair() -> tuple[Llama, Eagle3]:
+def pair() -> tuple[Decoder, Eagle3]:
     return tiny_target(), tiny_drafter()
 
 

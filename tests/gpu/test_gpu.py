@@ -22,8 +22,8 @@ from eyas.engine.cycle import cycle
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Status
 from eyas.errors import CheckpointError
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 from eyas.models.registry import load_target
 from eyas.sampling import gumbel_noise
 from eyas.spans import NoSpans
@@ -75,7 +75,7 @@ JOBS = [
 
 
 @cache
-def pair(dtype: str) -> tuple[Llama, Eagle3]:
+def pair(dtype: str) -> tuple[Decoder, Eagle3]:
     """Tiny target and drafter on the GPU."""
     return tiny_target(TYPES[dtype], device=DEVICE), tiny_drafter(TYPES[dtype], device=DEVICE)
 
@@ -86,7 +86,7 @@ def reference(dtype: str) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def logits_behind(target: Llama, tokens: list[int]) -> torch.Tensor:
+def logits_behind(target: Decoder, tokens: list[int]) -> torch.Tensor:
     """Logits float32 [V] behind a text, computed on the CPU."""
     twin = tiny_target(target.embed.weight.dtype)
     twin.load_state_dict(target.state_dict())

@@ -16,6 +16,7 @@ from eyas.attention.reference import ReferenceAttention
 from eyas.attention.triton import TritonAttention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.kv.pool import KVPool
+from eyas.model_config import AttentionShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRID = list(itertools.product((1, 4, 16, 64), (1, 3, 4), ("none", "tree")))
@@ -32,9 +33,7 @@ def compare(num_new: int, group: int, masked: bool, page_size: int, seed: int) -
     num_pages = num_requests * per_request + 1
     table = torch.randperm(num_pages - 1, generator=generator)[: num_requests * per_request] + 1
     pool = KVPool(
-        num_layers=2,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
+        AttentionShape.heads(2, kv_heads, dim),
         num_pages=num_pages,
         page_size=page_size,
         dtype=torch.float32,

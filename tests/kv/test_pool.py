@@ -11,15 +11,14 @@ import torch
 
 from eyas.errors import CapacityError
 from eyas.kv.pool import DUMMY_PAGE, KVPool, PageAllocator, flat_rows
+from eyas.model_config import AttentionShape
 
 CPU = torch.device("cpu")
 
 
 def make_pool(page_size: int, num_pages: int = 9) -> KVPool:
     return KVPool(
-        num_layers=2,
-        num_kv_heads=3,
-        head_dim=4,
+        AttentionShape.heads(2, 3, 4),
         num_pages=num_pages,
         page_size=page_size,
         dtype=torch.float32,
@@ -77,9 +76,7 @@ def test_a_pool_takes_memory_where_it_is_written() -> None:
     """Fault: memory beyond the budget. A pool of 8 slots of 8192 tokens is 3 GB for SmolLM2."""
     before = resident()
     pool = KVPool(
-        num_layers=30,
-        num_kv_heads=3,
-        head_dim=64,
+        AttentionShape.heads(30, 3, 64),
         num_pages=4097,
         page_size=16,
         dtype=torch.float32,

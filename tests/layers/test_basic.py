@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from eyas.config import RopeConfig
 from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, rotate
+from eyas.model_config import RopeConfig
 
 ROPES: list[tuple[RopeConfig, dict[str, Any]]] = [
     (RopeConfig(theta=10000.0), {"rope_type": "default", "rope_theta": 10000.0}),

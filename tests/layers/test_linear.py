@@ -62,14 +62,12 @@ def test_stacked_parts_are_the_parts(bias: bool) -> None:
     torch.nn.init.normal_(layer.weight)
     if layer.bias is not None:
         torch.nn.init.normal_(layer.bias)
-    names = layer.checkpoint_names()
+    places = layer.places()
     kinds = ("weight", "bias") if bias else ("weight",)
-    assert set(names) == {f"{part}.{kind}" for part in "qkv" for kind in kinds}
-    assert {name: row for name, (_, row) in names.items() if name.endswith("weight")} == {
-        "q.weight": 0,
-        "k.weight": 4,
-        "v.weight": 6,
-    }
+    assert set(places) == {f"{part}.{kind}" for part in "qkv" for kind in kinds}
+    for name, start, end in (("q", 0, 4), ("k", 4, 6), ("v", 6, 8)):
+        assert places[f"{name}.weight"].into.data_ptr() == layer.weight[start:end].data_ptr()
+        assert places[f"{name}.weight"].shape == (end - start, 3)
     x = torch.randn(5, 3)
     y = layer(x)
     for part, (start, end) in {"q": (0, 4), "k": (4, 6), "v": (6, 8)}.items():

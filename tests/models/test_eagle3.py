@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.config import RopeConfig
+from eyas.model_config import RopeConfig
 from eyas.models.eagle3 import Eagle3
 from tests.eagle3_reference import PlainEagle3, causal_attend
 from tests.helpers import tiny_drafter
@@ -89,7 +89,7 @@ def test_any_leading_rows_give_the_same_bits() -> None:
         assert torch.equal(network.score(full[:count])[0], network.score(full)[0][:count])
 
 
-def test_checkpoint_names_are_eagles() -> None:
+def test_places_are_eagles() -> None:
     """Fault: a tensor under another name. The names of EAGLE and SpecForge, all of them."""
     own = tiny_drafter(own_embedding=True)
     layer = "midlayer"
@@ -99,7 +99,7 @@ def test_checkpoint_names_are_eagles() -> None:
     expected |= {f"{layer}.mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     expected |= {f"{layer}.{n}.weight" for n in norms}
-    assert set(own.checkpoint_names()) == expected
+    assert set(own.places()) == expected
     plain = Eagle3(dataclasses.replace(own.config, own_embedding=False, fc_norm=False))
     missing = {"embed_tokens.weight", *(f"fc_norm.{i}.weight" for i in range(3))}
-    assert set(plain.checkpoint_names()) == expected - missing
+    assert set(plain.places()) == expected - missing

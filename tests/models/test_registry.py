@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from eyas.checkpoint import read_config
-from eyas.config import RopeConfig
 from eyas.errors import CheckpointError, ConfigError
-from eyas.layers.linear import row_tile
+from eyas.layers.linear import row_tile, whole
+from eyas.model_config import RopeConfig
 from eyas.models.registry import (
     fill,
     load_target,
@@ -109,7 +109,7 @@ def test_rotary_tables_of_old_checkpoints_are_passed_over(folder: Path) -> None:
 def test_fill_refuses_a_tensor_twice() -> None:
     weight = nn.Parameter(torch.empty(2))
     with pytest.raises(CheckpointError, match="'w': comes twice"):
-        fill({"w": (weight, 0)}, [("w", torch.ones(2)), ("w", torch.ones(2))])
+        fill({"w": whole(weight)}, [("w", torch.ones(2)), ("w", torch.ones(2))])
 
 
 @pytest.mark.parametrize(

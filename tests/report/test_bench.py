@@ -10,7 +10,7 @@ from rich.console import Console
 
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig
 from eyas.engine.engine import Engine
-from eyas.models.llama import Llama
+from eyas.models.decoder import Decoder
 from eyas.report import bench as module
 from eyas.report.answering import Answering, staged
 from eyas.report.bench import measure, warm_up
@@ -32,7 +32,7 @@ CHAIN = SpeculationConfig.chain(3)
 
 
 @pytest.fixture(scope="module")
-def target() -> Llama:
+def target() -> Decoder:
     return tiny_target()
 
 
@@ -41,7 +41,7 @@ def params(tokens: int = 24, **rest: Any) -> list[SamplingParams]:
     return [dataclasses.replace(one, seed=i) for i in range(len(PROMPTS))]
 
 
-def perfect(target: Llama, tokens: int) -> Drafter:
+def perfect(target: Decoder, tokens: int) -> Drafter:
     jobs = [Job(prompt=p, params=SamplingParams(max_tokens=tokens + 8)) for p in PROMPTS]
     texts = [(*p, *text) for p, text in zip(PROMPTS, alone(target, jobs), strict=True)]
     return ScriptedDrafter(texts, CHAIN)
@@ -53,7 +53,7 @@ def record_of(plain: Engine, spec: Engine, one: list[SamplingParams], **rest: An
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_record_of_a_random_drafter(target: Llama, temperature: float) -> None:
+def test_the_record_of_a_random_drafter(target: Decoder, temperature: float) -> None:
     spec = make_engine(target, tiny_drafter(), CHAIN)
     record = record_of(make_engine(target), spec, params(temperature=temperature))
     assert record["tokens_equal"]
@@ -74,7 +74,7 @@ def test_the_record_of_a_random_drafter(target: Llama, temperature: float) -> No
     assert record["spec"]["accept_length"] == pytest.approx(1 + sum(shares))
 
 
-def test_a_perfect_drafter_is_counted_as_perfect(target: Llama) -> None:
+def test_a_perfect_drafter_is_counted_as_perfect(target: Decoder) -> None:
     """Also where the token limit cuts the last cycle: 22 tokens behind the first are 5.5 cycles."""
     spec = make_engine(target, perfect(target, 23), CHAIN)
     record = record_of(make_engine(target), spec, params(23))
@@ -84,7 +84,7 @@ def test_a_perfect_drafter_is_counted_as_perfect(target: Llama) -> None:
     assert record["spec"]["cycles"] == 2 * len(PROMPTS) * 6
 
 
-def test_a_batch_gives_the_same_tokens_and_cycles(target: Llama) -> None:
+def test_a_batch_gives_the_same_tokens_and_cycles(target: Decoder) -> None:
     spec = make_engine(target, perfect(target, 23), CHAIN)
     record = record_of(make_engine(target), spec, params(23), batch_size=2)
     assert record["tokens_equal"]
@@ -92,7 +92,7 @@ def test_a_batch_gives_the_same_tokens_and_cycles(target: Llama) -> None:
     assert record["spec"]["accept_length"] == 4.0
 
 
-def test_a_cycle_cut_by_a_stop_is_left_out(target: Llama) -> None:
+def test_a_cycle_cut_by_a_stop_is_left_out(target: Decoder) -> None:
     drafter = perfect(target, 23)
     text = alone(target, [Job(prompt=PROMPTS[0], params=SamplingParams(max_tokens=23))])[0]
     at = next(i for i in range(5, 23) if text.index(text[i]) == i and i % 4 not in (0,))
@@ -105,7 +105,7 @@ def test_a_cycle_cut_by_a_stop_is_left_out(target: Llama) -> None:
     assert run.accept_lengths() == [4] * (at // 4)
 
 
-def test_different_texts_are_told(target: Llama) -> None:
+def test_different_texts_are_told(target: Decoder) -> None:
     """Two targets: whoever breaks losslessness must not get a speed-up without a red line."""
     other = make_engine(tiny_target(seed=7), tiny_drafter(), CHAIN)
     record = record_of(make_engine(target), other, params())
@@ -116,7 +116,7 @@ def test_different_texts_are_told(target: Llama) -> None:
     assert "DIFFER" in console.export_text()
 
 
-def test_the_two_sides_swap_their_order(target: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_two_sides_swap_their_order(target: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[bool, tuple[int, ...]]] = []
 
     class Noted(Answering):
@@ -134,7 +134,7 @@ def test_the_two_sides_swap_their_order(target: Llama, monkeypatch: pytest.Monke
     assert [prompt for _, prompt in first] == PROMPTS * 2
 
 
-def test_stages_fill_the_step(target: Llama) -> None:
+def test_stages_fill_the_step(target: Decoder) -> None:
     engine = make_engine(target, tiny_drafter(), CHAIN)
     with staged(engine):
         run = Answering(engine, PROMPTS[:1], params()[:1]).run()
@@ -147,13 +147,13 @@ def test_stages_fill_the_step(target: Llama) -> None:
     assert not any(s.stages_ms for s in Answering(engine, PROMPTS[:1], params()[:1]).run().steps)
 
 
-def test_warm_up_is_bounded_and_says_how_it_ended(target: Llama) -> None:
+def test_warm_up_is_bounded_and_says_how_it_ended(target: Decoder) -> None:
     found = warm_up(make_engine(target), (PROMPTS[:1], params()[:1]))
     assert 3 <= found["runs"] == len(found["tok_per_s"]) <= 8
     assert found["stable"] or found["runs"] == 8
 
 
-def test_prompts_are_checked_before_anything_runs(target: Llama) -> None:
+def test_prompts_are_checked_before_anything_runs(target: Decoder) -> None:
     plain, spec = make_engine(target), make_engine(target, tiny_drafter(), CHAIN)
     bad = [*PROMPTS[:2], (999,)]
     with pytest.raises(Exception, match="token id 999"):
@@ -162,7 +162,7 @@ def test_prompts_are_checked_before_anything_runs(target: Llama) -> None:
     assert not spec.scheduler.has_work
 
 
-def test_the_table_shows_every_part(target: Llama) -> None:
+def test_the_table_shows_every_part(target: Decoder) -> None:
     spec = make_engine(target, tiny_drafter(), CHAIN, **dataclasses.asdict(EngineConfig(seed=1)))
     record = record_of(make_engine(target), spec, params())
     record["drafts_without_noise"] = {"accept_length": 1.5}

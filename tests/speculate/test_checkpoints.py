@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyas.config import ModelConfig
 from eyas.errors import CheckpointError
+from eyas.model_config import ModelConfig
 from eyas.models.eagle3 import Eagle3
 from eyas.speculate.checkpoints import SHIPPED, Format, detect_format, find_drafter, load_drafter
 from eyas.train.export import export_specforge, export_speculators

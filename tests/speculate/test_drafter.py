@@ -10,8 +10,8 @@ import torch
 from eyas.batch import ForwardMode
 from eyas.config import SamplingParams, SpeculationConfig
 from eyas.engine.engine import Engine
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 from eyas.sampling import SamplingRows
 from eyas.speculate.drafter import Committed, DraftContext, Drafter, NGramDrafter
 from eyas.speculate.tree import Draft
@@ -89,7 +89,7 @@ def shape_name(case: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def target() -> Llama:
+def target() -> Decoder:
     return tiny_target()
 
 
@@ -102,7 +102,7 @@ CASES = [
 
 @pytest.mark.parametrize(("shape", "network"), CASES, ids=shape_name)
 def test_eagle3_drafts_what_the_reference_drafts(
-    shape: SpeculationConfig, network: Eagle3, target: Llama
+    shape: SpeculationConfig, network: Eagle3, target: Decoder
 ) -> None:
     """Fault: draft positions off by one (s PR#25015), wrong token beside a state, stale draft KV.
 
@@ -130,7 +130,7 @@ def test_eagle3_drafts_what_the_reference_drafts(
         assert paths(draft, row) == expected, f"behind {len(known)} tokens"
 
 
-def test_without_shared_noise_the_likeliest_are_drafted(target: Llama) -> None:
+def test_without_shared_noise_the_likeliest_are_drafted(target: Decoder) -> None:
     """Fault: an option that does nothing. Then a sampled request's drafts are plain top-k."""
     shape = chain(3, shared_noise=False)
     network = NETWORKS["3.1"]
@@ -189,7 +189,7 @@ def test_ngram_equals_plain_lookup(vocab: int) -> None:
                 assert draft.tokens[row, 1:].tolist() == expected
 
 
-def test_a_broken_drafter_changes_nothing(target: Llama) -> None:
+def test_a_broken_drafter_changes_nothing(target: Decoder) -> None:
     """Fault: losses through the drafter. Weights that are all NaN cost speed only."""
     prompts = random_prompts([5, 20, 9], seed=6)
     jobs = [

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eyas.config import ModelConfig, RopeConfig
 from eyas.errors import ConfigError
+from eyas.model_config import ModelConfig, RopeConfig
 from eyas.models.eagle3 import Eagle3
 from eyas.speculate.checkpoints import load_drafter
 from eyas.train.export import export_specforge, export_speculators

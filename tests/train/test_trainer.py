@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from eyas.attention.dense import DenseCausal, Documents, TrainingTimeTest
-from eyas.config import ModelConfig
 from eyas.errors import CheckpointError, ConfigError
+from eyas.model_config import ModelConfig
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 from eyas.train.corpus import Corpus, Pass, choose_vocabulary, pack
 from eyas.train.loss import accept_lengths, soft_cross_entropy, teach, training_time_test
 from eyas.train.settings import TrainConfig, drafter_config, learning_rate, resolve_attention
@@ -38,10 +38,10 @@ MODEL = ModelConfig(
 
 
 @pytest.fixture(scope="module")
-def target() -> Llama:
+def target() -> Decoder:
     """A random target with spread-out logits."""
     torch.manual_seed(3)
-    model = Llama(MODEL)
+    model = Decoder(MODEL)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
     return model.requires_grad_(False)
@@ -83,13 +83,13 @@ def one_pass(text: Corpus, rows: int, steps: int) -> Pass:
     return pack(text, ids, rows=rows, skip=steps + 1, device=CPU, backend="loop")
 
 
-def drafter(target: Llama, text: Corpus, folder: Path, **changes: object) -> Eagle3:
+def drafter(target: Decoder, text: Corpus, folder: Path, **changes: object) -> Eagle3:
     """A fresh drafter over `text`'s vocabulary."""
     trainer = Trainer(config(folder, **changes), target, text)
     return trainer.state.master
 
 
-def test_features_of_packed_documents_equal_features_alone(target: Llama, tmp_path: Path) -> None:
+def test_features_of_packed_documents_equal_features_alone(target: Decoder, tmp_path: Path) -> None:
     text = corpus(3)
     module = drafter(target, text, tmp_path)
     together = one_pass(text, 100, 3)
@@ -111,7 +111,7 @@ def test_features_of_packed_documents_equal_features_alone(target: Llama, tmp_pa
     assert column == together.predicted.shape[0], "padding must carry no loss"
 
 
-def test_teacher_is_the_target_at_the_position_before(target: Llama, tmp_path: Path) -> None:
+def test_teacher_is_the_target_at_the_position_before(target: Decoder, tmp_path: Path) -> None:
     text = corpus(1)
     module = drafter(target, corpus(), tmp_path)
     tokens, _ = text.document(0)
@@ -129,7 +129,7 @@ def test_teacher_is_the_target_at_the_position_before(target: Llama, tmp_path: P
         assert int(teacher.best[m]) == (known.index(best) if best in known else -1)
 
 
-def test_loss_pairs_row_t_with_token_t_plus_two(target: Llama, tmp_path: Path) -> None:
+def test_loss_pairs_row_t_with_token_t_plus_two(target: Decoder, tmp_path: Path) -> None:
     """Every step's loss and hits, written out row by row from the definition."""
     text, steps = corpus(3, seed=5), 3
     module = drafter(target, corpus(), tmp_path)
@@ -190,7 +190,7 @@ def test_simulated_accept_length_follows_chains() -> None:
     assert (total.item(), rows.item()) == (9.0, 4.0)
 
 
-def test_a_drafter_that_knows_the_answer_hits_always(target: Llama, tmp_path: Path) -> None:
+def test_a_drafter_that_knows_the_answer_hits_always(target: Decoder, tmp_path: Path) -> None:
     """A target whose next token is a function of the last: training finds it at every step."""
     successor = copying_target()
     text = Corpus.of(
@@ -206,11 +206,11 @@ def test_a_drafter_that_knows_the_answer_hits_always(target: Llama, tmp_path: Pa
     assert after["accept_length"] > 3.8, "a chain of 3 drafts and the bonus"
 
 
-def copying_target() -> Llama:
+def copying_target() -> Decoder:
     """After token x it says 7 + x: attention and MLPs are silent, the head is a permutation."""
     torch.manual_seed(1)
     untied = dataclasses.replace(MODEL, tie_word_embeddings=False)
-    model = Llama(untied).requires_grad_(False)
+    model = Decoder(untied).requires_grad_(False)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 1.0 if parameter.dim() == 1 else 0.0)
     nn.init.orthogonal_(model.embed.weight)
@@ -219,7 +219,7 @@ def copying_target() -> Llama:
     return model
 
 
-def test_resume_is_exact(target: Llama, tmp_path: Path) -> None:
+def test_resume_is_exact(target: Decoder, tmp_path: Path) -> None:
     """Six steps, over more than one epoch, equal three steps, a new process, and three more."""
     text = corpus(8)
     whole = Trainer(config(tmp_path / "whole"), target, text)
@@ -258,7 +258,7 @@ def interrupt(trainer: Trainer, after: int) -> None:
             trainer.train()
 
 
-def test_vocabulary_is_kept_on_resume(target: Llama, tmp_path: Path) -> None:
+def test_vocabulary_is_kept_on_resume(target: Decoder, tmp_path: Path) -> None:
     """The map comes from the checkpoint even where the text would now give another."""
     text = corpus(8)
     trainer = Trainer(config(tmp_path), target, text)
@@ -271,7 +271,7 @@ def test_vocabulary_is_kept_on_resume(target: Llama, tmp_path: Path) -> None:
     assert torch.equal(again.state.worker.target_ids, kept)
 
 
-def test_resume_refuses_another_run(target: Llama, tmp_path: Path) -> None:
+def test_resume_refuses_another_run(target: Decoder, tmp_path: Path) -> None:
     text = corpus(8)
     trainer = Trainer(config(tmp_path), target, text)
     trainer.state.save(trainer.config.checkpoint_path, 0.0, trainer.plan)
@@ -286,9 +286,9 @@ def test_resume_refuses_another_run(target: Llama, tmp_path: Path) -> None:
         Trainer(config(tmp_path, resume=True), target, text)
 
 
-def test_states_that_are_not_finite_stop_the_run(target: Llama, tmp_path: Path) -> None:
+def test_states_that_are_not_finite_stop_the_run(target: Decoder, tmp_path: Path) -> None:
     trainer = Trainer(config(tmp_path), target, corpus(8))
-    trainer.target = Llama(MODEL).requires_grad_(False)
+    trainer.target = Decoder(MODEL).requires_grad_(False)
     for parameter in trainer.target.parameters():
         nn.init.constant_(parameter, float("nan"))
     with pytest.raises(TrainingError, match="captured state"):
@@ -296,9 +296,9 @@ def test_states_that_are_not_finite_stop_the_run(target: Llama, tmp_path: Path) 
     assert not trainer.config.checkpoint_path.exists(), "a spoilt state must not be saved"
 
 
-def test_master_weights_are_float32_beside_a_16_bit_worker(target: Llama) -> None:
+def test_master_weights_are_float32_beside_a_16_bit_worker(target: Decoder) -> None:
     text = corpus(4)
-    half = Llama(MODEL).requires_grad_(False)
+    half = Decoder(MODEL).requires_grad_(False)
     half.load_state_dict(target.state_dict())
     for parameter in half.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -318,13 +318,13 @@ def test_master_weights_are_float32_beside_a_16_bit_worker(target: Llama) -> Non
     assert torch.equal(state.worker.fc.weight, module.fc.weight.bfloat16())
 
 
-def small_drafter(target: Llama, text: Corpus) -> Eagle3:
+def small_drafter(target: Decoder, text: Corpus) -> Eagle3:
     """A drafter built without a trainer."""
     shape = drafter_config(TrainConfig(draft_vocab_size=24), target.config)
     return new_drafter(shape, choose_vocabulary(text, VOCAB, 24), target, seed=0)
 
 
-def test_a_fresh_drafters_head_is_the_targets(target: Llama) -> None:
+def test_a_fresh_drafters_head_is_the_targets(target: Decoder) -> None:
     module = small_drafter(target, corpus())
     x = torch.randn(3, 32)
     want = (x * target.norm.weight) @ target.head.weight[module.target_ids].T
@@ -347,7 +347,7 @@ def test_learning_rate_and_settings() -> None:
         TrainConfig.from_dict({"nonsense": 1})
 
 
-def test_time_limit_ends_a_run(target: Llama, tmp_path: Path) -> None:
+def test_time_limit_ends_a_run(target: Decoder, tmp_path: Path) -> None:
     trainer = Trainer(config(tmp_path, max_minutes=1e-6, steps=1000), target, corpus(8))
     trainer.train()
     assert trainer.state.step == 1
@@ -355,9 +355,9 @@ def test_time_limit_ends_a_run(target: Llama, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a CUDA GPU")
-def test_flash_and_loop_train_alike_without_waiting(target: Llama, tmp_path: Path) -> None:
+def test_flash_and_loop_train_alike_without_waiting(target: Decoder, tmp_path: Path) -> None:
     """On a GPU: same losses from both attentions, and no step reads the device."""
-    model = Llama(MODEL).requires_grad_(False)
+    model = Decoder(MODEL).requires_grad_(False)
     model.load_state_dict(target.state_dict())
     model = model.to("cuda")
     for parameter in model.parameters():

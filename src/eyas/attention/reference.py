@@ -176,7 +176,7 @@ class ReferencePass:
         self.pool.write(layer, self.rows, k[:num_rows], v[:num_rows])
         self.pool.gather(layer, self._pages, self._pages_k, self._pages_v)
         grouped = q[:num_rows].view(work.grouped).permute(2, 0, 1, 3, 4)
-        torch.mul(grouped, q.shape[-1] ** -0.5, out=work.used_queries)
+        torch.mul(grouped, self.pool.shape.scale, out=work.used_queries)
         _product(work.queries, self._keys, work.scores)
         work.used_scores.add_(self.mask)
         started = False

@@ -39,5 +39,5 @@ class TritonPass:
         out = v.new_empty(num_rows, q.shape[1] * q.shape[2])
         pool = self.pool
         k, v = pool.k[layer], pool.v[layer]
-        paged_attention(q[:num_rows], k, v, self.batch, pool.page_size, out)
+        paged_attention(q[:num_rows], k, v, self.batch, pool.page_size, pool.shape.scale, out)
         return out if padded == num_rows else F.pad(out, (0, 0, 0, padded - num_rows))

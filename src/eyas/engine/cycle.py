@@ -15,7 +15,7 @@ from eyas.attention import PagedAttention
 from eyas.batch import ForwardBatch, ForwardMode, PassShape
 from eyas.engine.state import DeviceState
 from eyas.kv.pool import KVPool, flat_rows
-from eyas.models.llama import Llama
+from eyas.models.decoder import Decoder
 from eyas.sampling import draw
 from eyas.spans import Spans
 from eyas.speculate.accept import Accepted, accept
@@ -27,7 +27,7 @@ from eyas.speculate.tree import Draft
 class Parts:
     """What a pass works with."""
 
-    target: Llama
+    target: Decoder
     pool: KVPool
     attention: PagedAttention
     drafter: Drafter

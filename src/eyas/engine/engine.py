@@ -10,21 +10,15 @@ from dataclasses import dataclass
 from rich.progress import Progress
 
 from eyas.checkpoint import resolve
-from eyas.config import (
-    EngineConfig,
-    ModelConfig,
-    SamplingParams,
-    SpeculationConfig,
-    require,
-    require_request,
-)
+from eyas.config import EngineConfig, SamplingParams, SpeculationConfig, require, require_request
 from eyas.engine.request import FinishReason, Request, Status, check_params
 from eyas.engine.runner import Runner, auto_pages
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import RequestError
 from eyas.kv.pool import PageAllocator
+from eyas.model_config import ModelConfig
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 from eyas.models.registry import load_target, resolve_device, resolve_dtype
 from eyas.speculate.checkpoints import find_drafter, load_drafter
 from eyas.speculate.drafter import Drafter
@@ -53,7 +47,7 @@ class Engine:
 
     def __init__(
         self,
-        target: Llama,
+        target: Decoder,
         tokenizer: Tokenizer,
         *,
         drafter: Eagle3 | Drafter | None = None,

@@ -11,8 +11,9 @@ from eyas.engine.cycle import Parts, cycle, prefill
 from eyas.engine.state import DeviceState
 from eyas.errors import ConfigError
 from eyas.kv.pool import KVPool
+from eyas.model_config import AttentionShape
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 from eyas.spans import NoSpans, Spans
 from eyas.speculate.drafter import Drafter, Eagle3Drafter, NGramDrafter, NoDrafter
 
@@ -22,7 +23,7 @@ class Runner:
 
     def __init__(
         self,
-        target: Llama,
+        target: Decoder,
         drafter: Eagle3 | Drafter | None,
         config: EngineConfig,
         speculation: SpeculationConfig,
@@ -32,8 +33,7 @@ class Runner:
         weight = target.embed.weight
         self.device = weight.device
         self.spans: Spans = NoSpans()
-        heads = (target.config.num_kv_heads, target.config.head_dim)
-        pool = _pool(target.config.num_layers, heads, num_pages, config, weight)
+        pool = _pool(target.config.attention_shape(target.group.size), num_pages, config, weight)
         width = config.context_length + speculation.scratch
         state = DeviceState(
             num_slots=config.max_running_requests,
@@ -88,17 +88,11 @@ class Runner:
 
 
 def _pool(
-    num_layers: int,
-    heads: tuple[int, int],
-    num_pages: int,
-    config: EngineConfig,
-    weight: torch.Tensor,
+    shape: AttentionShape, num_pages: int, config: EngineConfig, weight: torch.Tensor
 ) -> KVPool:
     """A pool beside `weight`; on a CPU in float32, so that attention need not convert."""
     return KVPool(
-        num_layers=num_layers,
-        num_kv_heads=heads[0],
-        head_dim=heads[1],
+        shape,
         num_pages=num_pages,
         page_size=config.page_size,
         dtype=torch.float32 if weight.device.type == "cpu" else weight.dtype,
@@ -108,7 +102,7 @@ def _pool(
 
 def _drafter(
     drafter: Eagle3 | Drafter | None,
-    target: Llama,
+    target: Decoder,
     config: EngineConfig,
     speculation: SpeculationConfig,
     num_pages: int,
@@ -119,11 +113,10 @@ def _drafter(
         return NGramDrafter(speculation.num_steps)
     if isinstance(drafter, Eagle3):
         _check_network(drafter, target, config, speculation)
-        heads = (drafter.config.num_kv_heads, drafter.config.head_dim)
-        pool = _pool(1, heads, num_pages, config, target.embed.weight)
-        embedding, rows = target.embed.weight, config.max_running_requests + 1
-        quick = _quick(drafter, config, embedding)
-        return Eagle3Drafter(drafter, embedding, pool, speculation, rows, quick)
+        weight, rows = target.embed.weight, config.max_running_requests + 1
+        pool = _pool(drafter.config.attention_shape(), num_pages, config, weight)
+        quick = _quick(drafter, config, weight)
+        return Eagle3Drafter(drafter, target.embed, pool, speculation, rows, quick)
     if drafter is not None:
         return drafter
     raise ConfigError(
@@ -134,7 +127,7 @@ def _drafter(
 
 
 def _check_network(
-    network: Eagle3, target: Llama, config: EngineConfig, speculation: SpeculationConfig
+    network: Eagle3, target: Decoder, config: EngineConfig, speculation: SpeculationConfig
 ) -> None:
     """Raise `ConfigError` for a drafter that would fail, or read garbage, inside a cycle."""
     drafter, remedy = network.config, "give a drafter made for this target"

@@ -95,12 +95,13 @@ def paged_attention(
     v: torch.Tensor,
     batch: ForwardBatch,
     page_size: int,
+    scale: float,
     out: torch.Tensor,
 ) -> None:
     """Attend rows q float32 [T, H, D] of `batch` over paged k, v [Hkv, P * page_size, D].
 
-    The rows' own keys and values are in the pages already; the result goes to out [T, H * D]. D is
-    a power of two from 16 on.
+    Scores are scaled by `scale`. The rows' own keys and values are in the pages already; the result
+    goes to out [T, H * D]. D is a power of two from 16 on.
     """
     num_requests, heads = batch.prefix_lens.shape[0], k.shape[0]
     dim, group = q.shape[-1], q.shape[1] // heads
@@ -115,7 +116,7 @@ def paged_attention(
         batch.page_table,
         batch.prefix_lens,
         batch.prefix_lens if batch.ancestors is None else batch.ancestors,
-        dim**-0.5,
+        scale,
         batch.num_new,
         batch.tail_offset,
         q.stride(0),

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from eyas.errors import CapacityError
+from eyas.model_config import AttentionShape
 
 DUMMY_PAGE = 0
 
@@ -55,35 +56,37 @@ class PageAllocator:
 
 
 class KVPool:
-    """Keys and values of all layers: [L, Hkv, P * page_size, D] each.
+    """Keys and values of all layers: [L, Hkv, P * page_size, key_dim or value_dim] each.
 
     KV heads stand outside pages, so that gathering a request's pages gives [Hkv, positions, D]
-    without another copy.
+    without another copy. In a latent pool `v` is a view of the first numbers of every key.
     """
 
     def __init__(
         self,
+        shape: AttentionShape,
         *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, num_kv_heads, num_pages * page_size, head_dim)
-        self.page_size, self.num_pages = page_size, num_pages
-        self.k = _zeros(shape, dtype, device)
-        self.v = _zeros(shape, dtype, device)
+        self.shape, self.page_size, self.num_pages = shape, page_size, num_pages
+        sizes = (shape.num_layers, shape.num_kv_heads, num_pages * page_size)
+        self.k = _zeros((*sizes, shape.key_dim), dtype, device)
+        if shape.latent:
+            self.v = self.k[..., : shape.value_dim]
+        else:
+            self.v = _zeros((*sizes, shape.value_dim), dtype, device)
+        self._kept = (self.k,) if shape.latent else (self.k, self.v)
 
     def write(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [T, Hkv, D] at flat positions `rows` int64[T] of `layer`.
+        """Store k, v [T, Hkv, D] at flat positions `rows` int64[T] of `layer`; latent: k alone.
 
         What is not finite is stored as zero. Hidden positions are read with weight zero, and zero
         times NaN is NaN: one request that overflows would spoil all that share or reuse a page.
         """
-        for pooled, new in ((self.k, k), (self.v, v)):
+        for pooled, new in zip(self._kept, (k, v), strict=False):
             finite = new.transpose(0, 1).to(pooled.dtype).nan_to_num(0.0, 0.0, 0.0)
             pooled[layer].index_copy_(1, rows, finite)
 
@@ -102,7 +105,7 @@ class KVPool:
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy flat positions `source` int64[M] onto `target` int64[M] in every layer."""
-        for tensor in (self.k, self.v):
+        for tensor in self._kept:
             tensor.index_copy_(2, target, tensor.index_select(2, source))
 
 

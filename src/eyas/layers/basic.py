@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from eyas.attention import Attend
-from eyas.config import RopeConfig
-from eyas.layers.linear import Linear
+from eyas.distributed.group import SOLO, Group
+from eyas.layers.linear import ColumnParallel, Places, RowParallel, share_of
+from eyas.model_config import RopeConfig
 
 
 class RMSNorm(nn.Module):
@@ -72,16 +73,27 @@ def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 class GatedMLP(nn.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, hidden: int, intermediate: int, prefix: str, bias: bool = False) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        prefix: str,
+        bias: bool = False,
+        group: Group = SOLO,
+    ) -> None:
         super().__init__()
         halves = {f"{prefix}.gate_proj": intermediate, f"{prefix}.up_proj": intermediate}
-        self.gate_up = Linear(halves, hidden, bias)
-        self.down = Linear({f"{prefix}.down_proj": hidden}, intermediate, bias)
+        self.gate_up = ColumnParallel(halves, hidden, bias, group)
+        self.down = RowParallel(f"{prefix}.down_proj", hidden, intermediate, bias, group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., E] -> [..., E]`."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
+
+    def places(self) -> Places:
+        """Checkpoint tensor name -> its place in this layer."""
+        return self.gate_up.places() | self.down.places()
 
 
 class SelfAttention(nn.Module):
@@ -94,17 +106,21 @@ class SelfAttention(nn.Module):
         in_features: int,
         hidden: int,
         heads: tuple[int, int, int],
-        bias: bool = False,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        group: Group = SOLO,
     ) -> None:
-        """`heads` is (query heads, KV heads, head dim)."""
+        """`heads` is (query heads, KV heads, head dim) of the whole network."""
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = heads
-        kv = self.num_kv_heads * self.head_dim
-        parts = {f"{prefix}.q_proj": self.num_heads * self.head_dim}
-        parts |= {f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
-        self.qkv = Linear(parts, in_features, bias)
-        self.o = Linear({f"{prefix}.o_proj": hidden}, self.num_heads * self.head_dim, bias)
+        num_heads, num_kv_heads, self.head_dim = heads
+        self.num_heads = share_of(num_heads, group, "the query heads")
+        self.num_kv_heads = share_of(num_kv_heads, group, "the KV heads")
+        q, kv = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        parts = {f"{prefix}.q_proj": q, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
+        self.qkv = ColumnParallel(parts, in_features, qkv_bias, group)
+        self.o = RowParallel(f"{prefix}.o_proj", hidden, q, o_bias, group)
 
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend
@@ -114,3 +130,7 @@ class SelfAttention(nn.Module):
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=-2)
         q, k = rotate(qk, rope).split((self.num_heads, self.num_kv_heads), dim=-2)
         return self.o(attend(self.layer, q, k, v))
+
+    def places(self) -> Places:
+        """Checkpoint tensor name -> its place in this layer."""
+        return self.qkv.places() | self.o.places()

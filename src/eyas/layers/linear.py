@@ -1,7 +1,9 @@
-"""Linear layers that may hold several checkpoint tensors, and the row tile.
+"""Linear layers that may hold several checkpoint tensors or a rank's share, and the row tile.
 
-A layer declares the checkpoint names of its row blocks (`parts`); the loader copies each block to
-its rows and proves that none is missing. The layers know nothing of files or devices.
+A layer declares where each checkpoint tensor goes (`Place`), whole or this rank's part of it; the
+loader copies each to its place and proves that none is missing. The layers know nothing of files
+or devices. With tensor parallelism a `ColumnParallel` layer holds some outputs and a `RowParallel`
+layer some inputs, whose partial sums its all-reduce adds (Megatron-LM, arXiv 1909.08053).
 
 Row tile: a library matmul may pick another reduction order for another number of rows. On a CPU
 it does below a tile of rows (see docs/performance.md), so a pass pads its rows to that, and a
@@ -10,11 +12,15 @@ row's result then depends on neither the number of rows nor its place among them
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from eyas.distributed.group import SOLO, Group
+from eyas.errors import ConfigError
 
 
 class RowTile(NamedTuple):
@@ -48,10 +54,49 @@ def pad_rows(x: torch.Tensor, tile: RowTile) -> torch.Tensor:
     return torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint tensor goes in a network."""
+
+    into: torch.Tensor
+    """The memory it fills: a view of a parameter, without gradient."""
+    shape: tuple[int, ...]
+    """Of the whole tensor in the checkpoint."""
+    dim: int = 0
+    start: int = 0
+    """Along `dim` this rank takes indices from `start` on, as many as `into` holds."""
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole `tensor`."""
+        return tensor.narrow(self.dim, self.start, self.into.shape[self.dim])
+
+
+Places = dict[str, Place]
+"""Checkpoint tensor name -> its place."""
+
+
+def whole(parameter: torch.Tensor) -> Place:
+    """The place of a tensor that is the whole parameter."""
+    return Place(parameter.detach(), tuple(parameter.shape))
+
+
+def share_of(size: int, group: Group, what: str) -> int:
+    """`size / group.size`; raises `ConfigError` where it does not divide."""
+    if size % group.size:
+        fitting = max(n for n in range(1, group.size) if size % n == 0)
+        raise ConfigError(
+            f"tp={group.size} for {what} of {size}",
+            "every rank takes the same share",
+            f"use tp={fitting}",
+        )
+    return size // group.size
+
+
 class Linear(nn.Module):
     """`y[T, out] = x[T, in] @ weight.T (+ bias)`, rows stacked from the named parts.
 
-    `parts` maps a checkpoint name (without `.weight`) to its number of rows, in row order.
+    `parts` maps a checkpoint name (without `.weight`) to its number of rows, in row order. Every
+    rank holds all of it.
     """
 
     def __init__(self, parts: dict[str, int], in_features: int, bias: bool = False) -> None:
@@ -65,16 +110,66 @@ class Linear(nn.Module):
         """`[..., in] -> [..., out]`."""
         return F.linear(x, self.weight, self.bias)
 
-    def checkpoint_names(self) -> dict[str, tuple[nn.Parameter, int]]:
-        """Checkpoint tensor name -> (parameter, first row it fills)."""
-        names: dict[str, tuple[nn.Parameter, int]] = {}
+    def places(self) -> Places:
+        """Checkpoint tensor name -> its place in this layer."""
+        return self._row_blocks(SOLO)
+
+    def _row_blocks(self, group: Group) -> Places:
+        """The parts one below the other, each rank with its share of every part's rows."""
+        places: Places = {}
         row = 0
         for name, rows in self.parts.items():
-            names[f"{name}.weight"] = (self.weight, row)
-            if self.bias is not None:
-                names[f"{name}.bias"] = (self.bias, row)
-            row += rows
-        return names
+            own = rows // group.size
+            for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
+                if parameter is not None:
+                    into = parameter.detach()[row : row + own]
+                    whole_shape = (rows, *into.shape[1:])
+                    places[f"{name}.{kind}"] = Place(into, whole_shape, 0, group.rank * own)
+            row += own
+        return places
+
+
+class ColumnParallel(Linear):
+    """A linear layer of which each rank holds some outputs: its share of every part's rows."""
+
+    def __init__(
+        self, parts: dict[str, int], in_features: int, bias: bool = False, group: Group = SOLO
+    ) -> None:
+        for name, rows in parts.items():
+            share_of(rows, group, name)
+        super().__init__({n: rows // group.size for n, rows in parts.items()}, in_features, bias)
+        self.parts, self.group = parts, group
+
+    def places(self) -> Places:
+        """Checkpoint tensor name -> the place of this rank's share."""
+        return self._row_blocks(self.group)
+
+
+class RowParallel(Linear):
+    """A linear layer of which each rank holds some inputs; the partial sums are all-reduced."""
+
+    def __init__(
+        self, name: str, out_features: int, in_features: int, bias: bool, group: Group = SOLO
+    ) -> None:
+        super().__init__({name: out_features}, share_of(in_features, group, name), bias)
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in / ranks] -> [..., out]`."""
+        if self.group.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = self.group.all_reduce(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+    def places(self) -> Places:
+        """Checkpoint tensor name -> the place of this rank's share."""
+        (name, rows), columns = next(iter(self.parts.items())), self.weight.shape[1]
+        whole_shape = (rows, columns * self.group.size)
+        weight = Place(self.weight.detach(), whole_shape, 1, self.group.rank * columns)
+        places = {f"{name}.weight": weight}
+        if self.bias is not None:
+            places[f"{name}.bias"] = whole(self.bias)
+        return places
 
 
 class Int8Linear(nn.Module):
@@ -103,12 +198,27 @@ class Int8Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """`tokens int64[T] -> [T, E]`."""
+    """`tokens int64[T] -> [T, E]`; each rank holds its share of the vocabulary's rows."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, group: Group = SOLO) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.group = group
+        self.weight = nn.Parameter(
+            torch.empty(share_of(vocab_size, group, "the vocabulary"), hidden_size)
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Gather the rows of `tokens`."""
-        return F.embedding(tokens, self.weight)
+        """The rows of `tokens`, on every rank."""
+        if self.group.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.group.rank * self.weight.shape[0]
+        mine = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(torch.where(mine, local, 0), self.weight)
+        return self.group.all_reduce(torch.where(mine[..., None], rows, 0))
+
+    def place(self) -> Place:
+        """The place of this rank's rows of the whole table."""
+        own, hidden = self.weight.shape
+        return Place(
+            self.weight.detach(), (own * self.group.size, hidden), 0, self.group.rank * own
+        )

@@ -9,14 +9,25 @@ section 3; the switches are those of speculators and vLLM (`norm_output`, `fc_no
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import torch
 from torch import nn
 
 from eyas.attention import Attend
-from eyas.config import MAX_NODES, DrafterConfig
+from eyas.config import MAX_NODES
 from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, SelfAttention
-from eyas.layers.linear import ANY_ROWS, Embedding, Int8Linear, Linear, RowTile, pad_rows
+from eyas.layers.linear import (
+    ANY_ROWS,
+    Embedding,
+    Int8Linear,
+    Linear,
+    Places,
+    RowTile,
+    pad_rows,
+    whole,
+)
+from eyas.model_config import DrafterConfig
 
 
 class Eagle3(nn.Module):
@@ -93,20 +104,18 @@ class Eagle3(nn.Module):
                     setattr(module, name, Int8Linear(child))
         return quick
 
-    def checkpoint_names(self) -> dict[str, tuple[nn.Parameter, int]]:
-        """Checkpoint tensor name (EAGLE / SpecForge) -> (parameter, first row it fills)."""
-        names = {
-            "midlayer.input_layernorm.weight": (self.input_norm.weight, 0),
-            "midlayer.hidden_norm.weight": (self.hidden_norm.weight, 0),
-            "midlayer.post_attention_layernorm.weight": (self.post_norm.weight, 0),
-            "norm.weight": (self.norm.weight, 0),
+    def places(self) -> Places:
+        """Checkpoint tensor name (EAGLE / SpecForge) -> its place."""
+        norms = {
+            "midlayer.input_layernorm": self.input_norm,
+            "midlayer.hidden_norm": self.hidden_norm,
+            "midlayer.post_attention_layernorm": self.post_norm,
+            "norm": self.norm,
         }
-        for i, norm in enumerate(self.fc_norms):
-            assert isinstance(norm, RMSNorm)
-            names[f"fc_norm.{i}.weight"] = (norm.weight, 0)
+        norms |= {f"fc_norm.{i}": cast(RMSNorm, norm) for i, norm in enumerate(self.fc_norms)}
+        places = {f"{name}.weight": whole(norm.weight) for name, norm in norms.items()}
         if self.embed is not None:
-            names["embed_tokens.weight"] = (self.embed.weight, 0)
-        for module in self.modules():
-            if isinstance(module, Linear):
-                names |= module.checkpoint_names()
-        return names
+            places["embed_tokens.weight"] = self.embed.place()
+        for layer in (self.fc, self.attention, self.mlp, self.head):
+            places |= layer.places()
+        return places

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from eyas.checkpoint import read_config, tensor_stream
-from eyas.config import DTYPES, ModelConfig, RopeConfig, require
+from eyas.config import DTYPES, require
+from eyas.distributed.group import SOLO, Group
 from eyas.errors import CheckpointError
-from eyas.layers.linear import row_tile
-from eyas.models.llama import Llama
+from eyas.layers.linear import Places, row_tile
+from eyas.model_config import ModelConfig, RopeConfig
+from eyas.models.decoder import Decoder
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 HARMLESS = ".rotary_emb.inv_freq"
@@ -34,9 +36,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "logit_scale": (None, 1),
 }
 """Config keys that change the arithmetic -> the values that are implemented."""
-
-Names = dict[str, tuple[nn.Parameter, int]]
-"""Checkpoint tensor name -> (parameter, first row it fills)."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -171,22 +170,11 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=rope_config(config),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
+        qkv_bias=bool(config.get("attention_bias", False)),
+        o_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         eos_token_ids=tuple(eos),
     )
-
-
-def row_ranges(names: Names) -> dict[str, tuple[nn.Parameter, int, int]]:
-    """Checkpoint tensor name -> (parameter, rows [start, end) it holds there)."""
-    starts: dict[int, list[int]] = {}
-    for parameter, row in names.values():
-        starts.setdefault(id(parameter), []).append(row)
-    ranges = {}
-    for name, (parameter, row) in names.items():
-        later = [start for start in starts[id(parameter)] if start > row]
-        ranges[name] = (parameter, row, min(later, default=parameter.shape[0]))
-    return ranges
 
 
 def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -206,18 +194,17 @@ def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
             setattr(part, name, buffer.to(device))
 
 
-def fill(names: Names, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy the tensors of `stream` into the parameters of `names`, casting to their types.
+def fill(places: Places, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy the tensors of `stream` to their `places`, casting to their types.
 
     Raises `CheckpointError` with the tensor's name if one is missing, spare, repeated, of another
     shape or not of a floating type. Rotary tables of old checkpoints are passed over.
     """
-    ranges = row_ranges(names)
-    missing = set(ranges)
+    missing = set(places)
     for name, tensor in stream:
         if name.endswith(HARMLESS):
             continue
-        if name not in ranges:
+        if name not in places:
             raise CheckpointError(
                 f"tensor {name!r}",
                 "is spare: the network has no place for it",
@@ -227,12 +214,11 @@ def fill(names: Names, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
             raise CheckpointError(
                 f"tensor {name!r}", "comes twice", "give a checkpoint with each tensor once"
             )
-        parameter, start, end = ranges[name]
-        part = parameter.data[start:end]
-        if tensor.shape != part.shape:
+        place = places[name]
+        if tuple(tensor.shape) != place.shape:
             raise CheckpointError(
                 f"tensor {name!r} of shape {list(tensor.shape)}",
-                f"must have shape {list(part.shape)}",
+                f"must have shape {list(place.shape)}",
                 "check that config.json belongs to these weights",
             )
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
@@ -241,7 +227,7 @@ def fill(names: Names, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
                 "weights are bfloat16, float16, float32 or float64",
                 "use a checkpoint that is not quantised",
             )
-        part.copy_(tensor)
+        place.into.copy_(place.take(tensor))
         missing.remove(name)
     if missing:
         raise CheckpointError(
@@ -251,22 +237,25 @@ def fill(names: Names, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
         )
 
 
-def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Llama:
+def load_target(
+    folder: Path, dtype: torch.dtype, device: torch.device, group: Group = SOLO
+) -> Decoder:
     """The target in checkpoint `folder`, weights in `dtype` on `device`, without gradients.
 
+    With tensor parallelism this rank's share of it.
     Raises `CheckpointError` as `model_config`, `checkpoint.tensor_stream` and `fill` do.
     """
     config = model_config(read_config(folder))
-    model = Llama(config, row_tile(device, dtype))
+    model = Decoder(config, row_tile(device, dtype), group)
     allocate(model, dtype, device)
     stream = tensor_stream(folder)
     if not config.tie_word_embeddings:
-        fill(model.checkpoint_names(), stream)
+        fill(model.places(), stream)
         return model.eval()
     heads: list[torch.Tensor] = []
-    fill(model.checkpoint_names(), _without_head(stream, heads))
+    fill(model.places(), _without_head(stream, heads))
     for head in heads:
-        if not torch.equal(head.to(device, dtype), model.embed.weight):
+        if not torch.equal(model.embed.place().take(head).to(device, dtype), model.embed.weight):
             raise CheckpointError(
                 "tensor 'lm_head.weight'",
                 "differs from the embedding although tie_word_embeddings is true",

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from eyas.checkpoint import read_config, resolve
-from eyas.config import EngineConfig, ModelConfig
+from eyas.config import EngineConfig
 from eyas.errors import CheckpointError
 from eyas.fingerprint import fingerprint
-from eyas.models.llama import Llama
+from eyas.model_config import ModelConfig
+from eyas.models.decoder import Decoder
 from eyas.models.registry import model_config, resolve_device, resolve_dtype
 from eyas.speculate.checkpoints import find_drafter, load_drafter
 
@@ -50,7 +51,7 @@ def checkpoint(model: str, drafter: str | None, config: EngineConfig) -> dict[st
 def num_parameters(config: ModelConfig) -> int:
     """Parameters of a target; tied ones count once."""
     with torch.device("meta"):
-        model = Llama(config)
+        model = Decoder(config)
     return sum(p.numel() for p in model.parameters())
 
 

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import torch
 
 from eyas.checkpoint import read_config, resolve, tensor_stream
-from eyas.config import DrafterConfig, ModelConfig
 from eyas.errors import CheckpointError
 from eyas.layers.linear import row_tile
+from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.eagle3 import Eagle3
 from eyas.models.registry import (
     allocate,
@@ -143,7 +143,7 @@ def load_drafter(
     ids = target_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), drafter)
     module = Eagle3(drafter, row_tile(device, dtype))
     allocate(module, dtype, device)
-    fill(module.checkpoint_names(), tensors.items())
+    fill(module.places(), tensors.items())
     module.target_ids = ids.to(device)
     return module.eval()
 

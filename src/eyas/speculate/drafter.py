@@ -19,6 +19,7 @@ from eyas.attention import PagedAttention, paged_attention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
 from eyas.kv.pool import KVPool
+from eyas.layers.linear import Embedding
 from eyas.models.eagle3 import Eagle3
 from eyas.sampling import SamplingRows, gumbel_noise, scale
 from eyas.speculate.tree import Draft, chain_draft, select_nodes, tree_draft
@@ -136,26 +137,26 @@ class Eagle3Drafter:
     def __init__(
         self,
         network: Eagle3,
-        embedding: torch.Tensor,
+        embedding: Embedding,
         pool: KVPool,
         speculation: SpeculationConfig,
         num_slots: int,
         quick: Eagle3 | None = None,
     ) -> None:
-        """`embedding` [V, E] is the target's, used unless the network has its own.
+        """`embedding` is the target's, used unless the network has its own.
 
         `quick` is the network with rounded weights: it takes the place of `network` in passes of
         few draft rows. KV of committed tokens always comes from `network`.
         """
         self.network, self.pool, self.config = network, pool, speculation
         self.quick = quick
-        self.embedding = embedding if network.embed is None else network.embed.weight
+        self.embedding = embedding if network.embed is None else network.embed
         self.attention: PagedAttention = paged_attention(pool)
         self.aux_layers = network.config.aux_layers
         self.aux_size = len(self.aux_layers) * network.config.target_hidden_size
         device, topk = pool.k.device, speculation.eagle_topk
         hidden = network.config.hidden_size
-        self.hidden = torch.zeros(num_slots, hidden, dtype=embedding.dtype, device=device)
+        self.hidden = torch.zeros(num_slots, hidden, dtype=embedding.weight.dtype, device=device)
         self.tokens = torch.zeros(num_slots, topk, dtype=torch.int64, device=device)
         self.scores = torch.zeros(num_slots, topk, device=device)
 
@@ -211,7 +212,7 @@ class Eagle3Drafter:
         return self.network if self.quick is None or rows > QUICK_ROWS else self.quick
 
     def _forward(self, network: Eagle3, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
-        embeds = torch.nn.functional.embedding(batch.tokens, self.embedding)
+        embeds = self.embedding(batch.tokens)
         return network(embeds, hidden, batch.positions, self.attention.begin(batch))
 
     def _first_level(self, context: DraftContext) -> _Frontier:

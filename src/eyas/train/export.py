@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from eyas.config import DrafterConfig, RopeConfig
 from eyas.errors import ConfigError
+from eyas.model_config import DrafterConfig, RopeConfig
 from eyas.models.eagle3 import Eagle3
-from eyas.models.registry import row_ranges
 
 SPECULATORS_VERSION = "0.3.0"
 """Version of speculators whose config keys are written."""
@@ -109,8 +108,8 @@ def drafter_tensors(module: Eagle3, dtype: torch.dtype) -> dict[str, torch.Tenso
     With d2t int64[Vd], offsets from draft id to target id, and t2d bool[V], the kept target ids.
     """
     tensors = {
-        name: parameter.detach()[start:end].to("cpu", dtype).contiguous().clone()
-        for name, (parameter, start, end) in row_ranges(module.checkpoint_names()).items()
+        name: place.into.to("cpu", dtype).contiguous().clone()
+        for name, place in module.places().items()
     }
     ids = module.target_ids.cpu()
     kept = torch.zeros(module.config.vocab_size, dtype=torch.bool)

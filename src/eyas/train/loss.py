@@ -18,8 +18,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from eyas.attention.dense import DenseCausal, TrainingTimeTest
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 from eyas.train.corpus import Pass
 
 
@@ -38,7 +38,7 @@ class Teacher:
 
 
 @torch.no_grad()
-def teach(target: Llama, drafter: Eagle3, batch: Pass, chunk: int) -> Teacher:
+def teach(target: Decoder, drafter: Eagle3, batch: Pass, chunk: int) -> Teacher:
     """One forward of the target; its head runs over `chunk` rows at a time."""
     config = drafter.config
     weight = target.embed.weight

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from eyas.config import DrafterConfig, ModelConfig, option, require
+from eyas.config import option, require
+from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.train.data import TextConfig
 
 STAGES = ("all", "data", "train", "evaluate")

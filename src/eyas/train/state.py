@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from eyas.config import DrafterConfig, RopeConfig
 from eyas.errors import CheckpointError
+from eyas.model_config import DrafterConfig, RopeConfig
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.llama import Llama
 
 FORMAT = "eyas-training-1"
 BETAS = (0.9, 0.95)
@@ -28,7 +28,7 @@ INIT_STD = 0.02
 
 
 def new_drafter(
-    config: DrafterConfig, target_ids: torch.Tensor, target: Llama, seed: int
+    config: DrafterConfig, target_ids: torch.Tensor, target: Decoder, seed: int
 ) -> Eagle3:
     """A float32 drafter on the target's device, reproducible from `seed`.
 

@@ -23,7 +23,7 @@ from eyas.checkpoint import resolve
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig, require
 from eyas.engine.engine import LLM
 from eyas.errors import ConfigError
-from eyas.models.llama import Llama
+from eyas.models.decoder import Decoder
 from eyas.models.registry import load_target, resolve_device, resolve_dtype
 from eyas.train.corpus import Corpus, Ints, Pass, choose_vocabulary, coverage, pack, plan_passes
 from eyas.train.data import write_text
@@ -80,7 +80,7 @@ class Tally:
 class Trainer:
     """One run over a corpus."""
 
-    def __init__(self, config: TrainConfig, target: Llama, corpus: Corpus) -> None:
+    def __init__(self, config: TrainConfig, target: Decoder, corpus: Corpus) -> None:
         """Split the corpus, then build or restore the state (`config.resume`)."""
         self.config, self.target = config, target
         weight = target.embed.weight

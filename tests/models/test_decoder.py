@@ -17,7 +17,7 @@ import torch
 from eyas.attention.reference import ReferenceAttention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.kv.pool import KVPool
-from eyas.models.llama import Llama
+from eyas.models.decoder import Decoder
 from eyas.models.registry import load_target
 from eyas.speculate.tree import tree_draft
 
@@ -46,14 +46,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 class Paged:
     """Our network over a pool with scattered pages, one sequence."""
 
-    def __init__(self, network: Llama, page_size: int, room: int = 160) -> None:
+    def __init__(self, network: Decoder, page_size: int, room: int = 160) -> None:
         config = network.config
         pages = -(-room // page_size)
         self.network = network
         self.pool = KVPool(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            config.attention_shape(),
             num_pages=pages + 1,
             page_size=page_size,
             dtype=torch.float32,
@@ -92,7 +90,7 @@ class Paged:
         return self.network.logits(hidden), hidden, aux
 
 
-Pair = tuple[Llama, Any]
+Pair = tuple[Decoder, Any]
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))

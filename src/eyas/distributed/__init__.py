@@ -1,0 +1,1 @@
+"""Tensor parallelism: the group of ranks that hold one network together."""

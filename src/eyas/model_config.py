@@ -1,0 +1,220 @@
+"""Frozen dimensions and switches of targets and drafters, and what attention they ask for.
+
+Says what a network is, not where it came from (`models/families.py` reads checkpoints' configs) nor
+how it runs. A value that changes arithmetic stands here or is refused before it gets here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eyas.config import Strict, option, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig(Strict):
+    """Rotary embedding: base and, for `linear`, `llama3` and `yarn`, its frequency scaling."""
+
+    theta: float = option(10000.0, "base of the rotary frequencies")
+    kind: str = option("default", "default, linear or llama3")
+    factor: float = option(1.0, "stretch of the context")
+    low_freq_factor: float = option(1.0, "llama3: frequencies below are stretched fully")
+    high_freq_factor: float = option(4.0, "llama3: frequencies above are left alone")
+    original_max_position: int = option(8192, "llama3: context before the stretch")
+
+    def __post_init__(self) -> None:
+        require(
+            self.kind in ("default", "linear", "llama3"),
+            f"rope scaling {self.kind!r}",
+            "only default, linear and llama3 are implemented",
+            "use a checkpoint with one of these",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape(Strict):
+    """What a network asks of an attention backend and of its KV pool.
+
+    With `latent` the pool keeps keys alone, and a position's value is the first `value_dim` numbers
+    of its key: multi-head latent attention in absorbed form, one KV head for all query heads.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    """On this rank."""
+    key_dim: int
+    value_dim: int
+    scale: float
+    """Factor of the scores before the softmax."""
+    latent: bool = False
+    windows: tuple[int, ...] = ()
+    """Per layer: a row sees this many latest positions, its own included; 0: all. Empty: all."""
+
+    @classmethod
+    def heads(cls, num_layers: int, num_kv_heads: int, head_dim: int) -> AttentionShape:
+        """Ordinary (grouped-query) attention over heads of one size."""
+        return cls(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            key_dim=head_dim,
+            value_dim=head_dim,
+            scale=head_dim**-0.5,
+        )
+
+    def window(self, layer: int) -> int:
+        """Positions a row of `layer` sees, 0 for all."""
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def values_per_position(self) -> int:
+        """Numbers the pool keeps for one position of one layer."""
+        return self.num_kv_heads * (self.key_dim + (0 if self.latent else self.value_dim))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAConfig(Strict):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    q_lora_rank: int
+    """Width of the compressed query; 0: queries are projected directly."""
+    kv_lora_rank: int
+    nope_dim: int
+    """Dimensions of a query or key head without rotary embedding."""
+    rope_dim: int
+    value_dim: int
+    norm_eps: float = 1e-6
+    """Of the two norms inside; not the network's own."""
+    interleaved: bool = True
+    """Whether rotary pairs lie side by side in the checkpoint."""
+    scale: float
+    """Factor of the scores: (nope_dim + rope_dim) ** -0.5, times yarn's squared factor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig(Strict):
+    """Routed experts instead of the MLP in some layers."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Of one routed expert."""
+    shared_size: int = 0
+    """Intermediate size of the shared experts together; 0: none."""
+    scoring: str = "softmax"
+    """`softmax` or `sigmoid` over the experts' router logits, float32."""
+    normalize: bool = True
+    """Whether the chosen weights are divided by their sum."""
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: str = "max"
+    """A group's score: `max` (DeepSeek-V2) or `top2`, the sum of its two best (V3)."""
+    correction_bias: bool = False
+    """Whether a bias is added to the scores that choose experts, but not to their weights."""
+    scaling_factor: float = 1.0
+    sparse_layers: tuple[bool, ...] = ()
+    """Per layer: whether it has experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(Strict):
+    """Dimensions of a decoder of pre-norm blocks: attention of one kind, MLP or experts."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each query and key head before the rotary embedding."""
+    windows: tuple[int, ...] = ()
+    """Sliding window of each layer, 0 for none; empty: none anywhere."""
+    mla: MLAConfig | None = None
+    moe: MoEConfig | None = None
+    prefix: str = ""
+    """Before every tensor name of the checkpoint."""
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"{self.num_heads} query heads over {self.num_kv_heads} KV heads",
+            "query heads must be a multiple of KV heads",
+            "check num_attention_heads and num_key_value_heads in config.json",
+        )
+
+    def default_aux_layers(self) -> tuple[int, ...]:
+        """Boundaries captured for EAGLE-3: inputs of layers 2, L/2 and L-3 (EAGLE reference).
+
+        Raises `ConfigError` for targets so shallow that these are not three ascending layers.
+        """
+        layers = (2, self.num_layers // 2, self.num_layers - 3)
+        require(
+            layers[0] < layers[1] < layers[2],
+            f"a target of {self.num_layers} layers",
+            f"its states would be captured before layers {layers}, which must ascend",
+            "name the layers to capture",
+        )
+        return layers
+
+    def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
+        """What one of `num_ranks` tensor-parallel ranks keeps and computes."""
+        if self.mla is not None:
+            return AttentionShape(
+                num_layers=self.num_layers,
+                num_kv_heads=1,
+                key_dim=self.mla.kv_lora_rank + self.mla.rope_dim,
+                value_dim=self.mla.kv_lora_rank,
+                scale=self.mla.scale,
+                latent=True,
+            )
+        return AttentionShape(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads // num_ranks,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            windows=self.windows,
+        )
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether `layer` has experts."""
+        return self.moe is not None and self.moe.sparse_layers[layer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterConfig(Strict):
+    """Dimensions and switches of an EAGLE-3 drafter with one Llama-style layer.
+
+    `aux_layers` are boundaries: i means the input of target layer i (i = L: after the last).
+    `norm_output` feeds the normed hidden state back (the vLLM meaning, "EAGLE-3.1").
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    aux_layers: tuple[int, ...]
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+
+    def attention_shape(self) -> AttentionShape:
+        """What the draft layer keeps and computes; every rank holds all of it."""
+        return AttentionShape.heads(1, self.num_kv_heads, self.head_dim)

@@ -1,0 +1,134 @@
+"""The decoder that every target is: pre-norm blocks of attention and an MLP or experts.
+
+The network knows neither pages nor requests: a pass gives it tokens, positions and an `Attend`.
+Hidden states for EAGLE-3 are written into a buffer it is handed; capturing changes nothing else.
+What kind of attention and MLP a layer has stands in its `ModelConfig`. Names and mathematics follow
+transformers' models of the same architectures.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from eyas.attention import Attend
+from eyas.config import MAX_NODES
+from eyas.distributed.group import SOLO, Group
+from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, SelfAttention
+from eyas.layers.linear import (
+    ANY_ROWS,
+    ColumnParallel,
+    Embedding,
+    Places,
+    RowTile,
+    pad_rows,
+    whole,
+)
+from eyas.model_config import ModelConfig
+
+
+class Block(nn.Module):
+    """One decoder layer with pre-norms."""
+
+    def __init__(self, config: ModelConfig, layer: int, group: Group = SOLO) -> None:
+        super().__init__()
+        prefix = f"{config.prefix}model.layers.{layer}"
+        self.prefix = prefix
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(hidden, eps)
+        self.attention = attention_layer(config, layer, f"{prefix}.self_attn", group)
+        self.post_norm = RMSNorm(hidden, eps)
+        self.mlp = feed_forward(config, layer, f"{prefix}.mlp", group)
+
+    def forward(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend
+    ) -> torch.Tensor:
+        """`[..., E] -> [..., E]`: the residual stream after this layer."""
+        x = x + self.attention(self.input_norm(x), rope, attend)
+        return x + self.mlp(self.post_norm(x))
+
+    def places(self) -> Places:
+        """Checkpoint tensor name -> its place in this layer."""
+        norms = {"input_layernorm": self.input_norm, "post_attention_layernorm": self.post_norm}
+        places = {f"{self.prefix}.{name}.weight": whole(n.weight) for name, n in norms.items()}
+        return places | self.attention.places() | self.mlp.places()
+
+
+def attention_layer(config: ModelConfig, layer: int, prefix: str, group: Group) -> SelfAttention:
+    """The attention that `config` asks for in `layer`."""
+    return SelfAttention(
+        layer,
+        prefix,
+        config.hidden_size,
+        config.hidden_size,
+        (config.num_heads, config.num_kv_heads, config.head_dim),
+        qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias,
+        group=group,
+    )
+
+
+def feed_forward(config: ModelConfig, layer: int, prefix: str, group: Group) -> GatedMLP:
+    """The MLP or the experts that `config` asks for in `layer`."""
+    return GatedMLP(config.hidden_size, config.intermediate_size, prefix, config.mlp_bias, group)
+
+
+class Decoder(nn.Module):
+    """Tokens to hidden states, hidden states to logits."""
+
+    def __init__(
+        self, config: ModelConfig, row_tile: RowTile = ANY_ROWS, group: Group = SOLO
+    ) -> None:
+        super().__init__()
+        self.config, self.row_tile, self.group = config, row_tile, group
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self.embed = Embedding(vocab, hidden, group)
+        self.blocks = nn.ModuleList(Block(config, i, group) for i in range(config.num_layers))
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        rope_dim = config.mla.rope_dim if config.mla else config.head_dim
+        self.rotary = Rotary(config.rope, rope_dim, config.max_position + MAX_NODES)
+        self.head = ColumnParallel({f"{config.prefix}lm_head": vocab}, hidden, group=group)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        aux: torch.Tensor | None = None,
+        aux_layers: tuple[int, ...] = (),
+    ) -> torch.Tensor:
+        """Final hidden states before the last norm, [T, E], of `tokens` int64[T].
+
+        If given, `aux` [T, len(aux_layers) * E] receives the input of each layer in `aux_layers`
+        (L: the output of the last), side by side.
+        """
+        rows = tokens.shape[0]
+        rope = self.rotary(pad_rows(positions, self.row_tile))
+        x = pad_rows(self.embed(tokens), self.row_tile)
+        for boundary, block in enumerate([*self.blocks, None]):
+            if aux is not None and boundary in aux_layers:
+                place = aux_layers.index(boundary) * self.config.hidden_size
+                aux[:, place : place + self.config.hidden_size] = x[:rows]
+            if block is not None:
+                x = block(x, rope, attend)
+        return x[:rows]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] in the model's dtype of hidden states [R, E] from `forward`."""
+        rows = hidden.shape[0]
+        scores = self.head(self.norm(pad_rows(hidden, self.row_tile)))[:rows]
+        return self.group.all_gather(scores)
+
+    def places(self) -> Places:
+        """Checkpoint tensor name -> its place in this rank's network."""
+        prefix = self.config.prefix
+        places = {f"{prefix}model.embed_tokens.weight": self.embed.place()}
+        places[f"{prefix}model.norm.weight"] = whole(self.norm.weight)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            places |= block.places()
+        if not self.config.tie_word_embeddings:
+            places |= self.head.places()
+        return places
