@@ -17,14 +17,9 @@ from eyas.checkpoint import read_config
 from eyas.errors import CheckpointError, ConfigError
 from eyas.layers.linear import row_tile, whole
 from eyas.model_config import RopeConfig
-from eyas.models.registry import (
-    fill,
-    load_target,
-    model_config,
-    resolve_device,
-    resolve_dtype,
-    rope_config,
-)
+from eyas.models.families import model_config
+from eyas.models.families.reading import rope_config
+from eyas.models.registry import fill, load_target, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
 Q = "model.layers.1.self_attn.q_proj.weight"

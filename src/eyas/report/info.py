@@ -12,7 +12,8 @@ from eyas.errors import CheckpointError
 from eyas.fingerprint import fingerprint
 from eyas.model_config import ModelConfig
 from eyas.models.decoder import Decoder
-from eyas.models.registry import model_config, resolve_device, resolve_dtype
+from eyas.models.families import model_config
+from eyas.models.registry import resolve_device, resolve_dtype
 from eyas.speculate.checkpoints import find_drafter, load_drafter
 
 

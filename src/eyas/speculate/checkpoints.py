@@ -21,13 +21,8 @@ from eyas.errors import CheckpointError
 from eyas.layers.linear import row_tile
 from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.eagle3 import Eagle3
-from eyas.models.registry import (
-    allocate,
-    dimension,
-    fill,
-    refuse_unknown_arithmetic,
-    rope_config,
-)
+from eyas.models.families.reading import dimension, refuse_unknown_arithmetic, rope_config
+from eyas.models.registry import allocate, fill
 
 Tensors = dict[str, torch.Tensor]
 

@@ -1,0 +1,33 @@
+"""Which architectures run here, and how each one's config is read: one file a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from eyas.errors import CheckpointError
+from eyas.model_config import ModelConfig
+from eyas.models.families.llama import read_llama
+from eyas.models.families.reading import refuse_unknown_arithmetic
+
+READERS: dict[str, Callable[[dict[str, Any]], ModelConfig]] = {
+    "LlamaForCausalLM": read_llama,
+}
+"""Architecture -> reader of its config."""
+
+
+def model_config(config: dict[str, Any]) -> ModelConfig:
+    """`ModelConfig` of a Hugging Face config dict (`checkpoint.read_config`).
+
+    Raises `CheckpointError` for other architectures and for arithmetic that is not implemented.
+    """
+    names = [str(name) for name in config.get("architectures") or []]
+    known = next((name for name in names if name in READERS), None)
+    if known is None:
+        raise CheckpointError(
+            f"architecture {', '.join(names) or config.get('model_type')!r}",
+            f"only {', '.join(READERS)} are implemented",
+            "use a checkpoint of one of these",
+        )
+    refuse_unknown_arithmetic(config)
+    return READERS[known](config)
