@@ -15,21 +15,25 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from eyas.attention.rope import Rope, rotate
 from eyas.config import SpeculationConfig
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
 from eyas.sampling import gumbel_noise
 
 
-def causal_attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def causal_attend(
+    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None = None
+) -> torch.Tensor:
     """An `Attend` without a cache over one whole text."""
     del layer
-    group = q.shape[1] // k.shape[1]
+    group, dtype = q.shape[1] // k.shape[1], v.dtype
+    q, k = rotate(q, rope), rotate(k, rope)
     k, v = (x.to(q.dtype).repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     scores = q.transpose(0, 1) @ k.mT / math.sqrt(q.shape[-1])
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return (weights @ v).transpose(0, 1).flatten(1)
+    return (weights @ v).transpose(0, 1).flatten(1).to(dtype)
 
 
 @torch.inference_mode()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from eyas.attention.dense import DenseCausal, Documents, TrainingTimeTest
+from eyas.attention.rope import Rope, rotate
 from eyas.layers.linear import row_tile
 from eyas.model_config import DrafterConfig
 from eyas.models.eagle3 import Eagle3
@@ -60,10 +61,16 @@ class Growing:
         self.k, self.v = torch.empty(0), torch.empty(0)
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: Rope | None = None,
     ) -> torch.Tensor:
         """Append and attend."""
         rows, self.rows = self.rows, 1
+        q, k = rotate(q, rope), rotate(k, rope)
         self.k = torch.cat((self.k, k[:rows])) if self.k.numel() else k[:rows]
         self.v = torch.cat((self.v, v[:rows])) if self.v.numel() else v[:rows]
         out = causal(q[:rows], self.k, self.v)
@@ -150,7 +157,7 @@ def compare_with_explicit(backend: str, dtype: torch.dtype, device: torch.device
             for x in call:
                 x.mul_(1.0 + 0.5 * s).copy_(x.to(dtype))
     attend = TrainingTimeTest(docs)
-    got = [attend(0, *call) for call in calls]
+    got = [attend(0, q, k, v) for q, k, v in calls]
     want = [explicit_ttt(lengths, calls, s) for s in range(steps)]
     weights = torch.randn(len(got), docs.num_rows, 1, device=device)
     leaves = [x for call in calls for x in call]

@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, rotate
+from eyas.attention.rope import rotate
+from eyas.layers.basic import GatedMLP, RMSNorm, Rotary
 from eyas.model_config import RopeConfig
 
 ROPES: list[tuple[RopeConfig, dict[str, Any]]] = [

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from eyas.attention.rope import Rope
 from eyas.batch import ForwardBatch
 from eyas.kv.pool import KVPool
 
@@ -18,13 +19,19 @@ class Attend(Protocol):
     """Attention of one pass, bound to its batch."""
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: Rope | None = None,
     ) -> torch.Tensor:
-        """Keep `k`, `v` and attend.
+        """Rotate q and k by `rope`, keep k and v, and attend.
 
-        q float32 [T', H, D] and k float32 [T', Hkv, D], rotated; v [T', Hkv, D] in the model's
-        dtype. Rows past the batch's T are padding. Returns [T', H * D] in v's dtype, with zeros in
-        padding rows.
+        q [T', H, key_dim], k [T', Hkv, key_dim] and v [T', Hkv, value_dim] in the model's dtype, or
+        q and k in float32. Rows past the batch's T are padding. Rotated numbers are not rounded to
+        16 bits before they are used or kept. Returns [T', H * value_dim] in v's dtype, with zeros
+        in padding rows.
         """
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from eyas.attention.rope import Rope, rotate
+
 BACKENDS = ("flash", "loop")
 
 
@@ -128,12 +130,17 @@ class DenseCausal:
         self.docs = docs
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: Rope | None = None,
     ) -> torch.Tensor:
         """Attend causally within documents; see `eyas.layers.basic.Attend`."""
         rows, padded = self.docs.num_rows, q.shape[0]
         groups = q.shape[1] // k.shape[1]
-        q, k, v = (x[:rows].to(v.dtype) for x in (q, k, v))
+        q, k, v = (x[:rows].to(v.dtype) for x in (rotate(q, rope), rotate(k, rope), v))
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         out, _ = causal_forward(q, k, v, self.docs)
         return _pad(out.flatten(1), padded)
@@ -151,12 +158,17 @@ class TrainingTimeTest:
         self.kept: list[torch.Tensor] = []
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: Rope | None = None,
     ) -> torch.Tensor:
         """Attend to step 0 causally and to the row itself in later steps."""
         assert layer == 0, f"a drafter has one layer, got a call from layer {layer}"
         rows, padded = self.docs.num_rows, q.shape[0]
-        q, k, v = (x[:rows].to(v.dtype) for x in (q, k, v))
+        q, k, v = (x[:rows].to(v.dtype) for x in (rotate(q, rope), rotate(k, rope), v))
         if not self.kept:
             groups = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))

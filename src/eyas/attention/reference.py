@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from eyas.attention.rope import Rope, rotate
 from eyas.batch import ForwardBatch
 from eyas.config import MAX_NODES
 from eyas.kv.pool import KVPool, flat_rows
@@ -166,10 +167,16 @@ class ReferencePass:
         self._work: _Work | None = None
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: Rope | None = None,
     ) -> torch.Tensor:
         """See `Attend`; the result is overwritten by the next layer's."""
         num_rows = self.rows.shape[0]
+        q, k = rotate(q, rope), rotate(k, rope)
         if self._work is None:
             self._work = self._allocate(q, v)
         work = self._work

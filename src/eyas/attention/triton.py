@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from eyas.attention.rope import Rope, rotate
 from eyas.batch import ForwardBatch
 from eyas.kernels.paged_attention import paged_attention
 from eyas.kv.pool import KVPool, flat_rows
@@ -31,10 +32,16 @@ class TritonPass:
         self.pool, self.batch, self.rows = pool, batch, rows
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: Rope | None = None,
     ) -> torch.Tensor:
         """See `Attend`."""
         num_rows, padded = self.rows.shape[0], q.shape[0]
+        q, k = rotate(q, rope), rotate(k, rope)
         self.pool.write(layer, self.rows, k[:num_rows], v[:num_rows])
         out = v.new_empty(num_rows, q.shape[1] * q.shape[2])
         pool = self.pool

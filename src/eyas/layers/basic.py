@@ -1,7 +1,7 @@
 """RMSNorm, rotary embedding, gated MLP and self-attention around a backend.
 
-Self-attention does not know how keys and values are kept: it hands rotated queries, keys and
-values to the `Attend` of the pass (paged cache, dense training batch, ...).
+Self-attention does not know how keys and values are kept: it hands queries, keys, values and the
+rotary tables to the `Attend` of the pass (paged cache, dense training batch, ...).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from eyas.attention import Attend
+from eyas.attention.rope import Rope
 from eyas.distributed.group import SOLO, Group
 from eyas.layers.linear import ColumnParallel, Places, RowParallel, share_of
 from eyas.model_config import RopeConfig
@@ -58,16 +59,10 @@ class Rotary(nn.Module):
         table = torch.cat((cos, cos, -sin, sin), dim=-1)
         self.register_buffer("table", table, persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: torch.Tensor) -> Rope:
         """Cosines and signed sines, float32 [..., 1, D] each, of `positions` int64[...]."""
         cos, sin = self.table[positions].unsqueeze(-2).chunk(2, dim=-1)
         return cos, sin
-
-
-def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate heads `x[..., H, D]` in float32; returns float32."""
-    x = x.float()
-    return torch.addcmul(x * rope[0], x.roll(x.shape[-1] // 2, -1), rope[1])
 
 
 class GatedMLP(nn.Module):
@@ -122,14 +117,11 @@ class SelfAttention(nn.Module):
         self.qkv = ColumnParallel(parts, in_features, qkv_bias, group)
         self.o = RowParallel(f"{prefix}.o_proj", hidden, q, o_bias, group)
 
-    def forward(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
         """`[..., in_features] -> [..., hidden]`."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=-2)
-        q, k = rotate(qk, rope).split((self.num_heads, self.num_kv_heads), dim=-2)
-        return self.o(attend(self.layer, q, k, v))
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
+        return self.o(attend(self.layer, q, k, v, rope))
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from eyas.attention import Attend
+from eyas.attention.rope import Rope
 from eyas.config import MAX_NODES
 from eyas.distributed.group import SOLO, Group
 from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, SelfAttention
@@ -40,9 +41,7 @@ class Block(nn.Module):
         self.post_norm = RMSNorm(hidden, eps)
         self.mlp = feed_forward(config, layer, f"{prefix}.mlp", group)
 
-    def forward(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
         """`[..., E] -> [..., E]`: the residual stream after this layer."""
         x = x + self.attention(self.input_norm(x), rope, attend)
         return x + self.mlp(self.post_norm(x))
