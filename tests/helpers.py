@@ -170,7 +170,9 @@ def check(engine: Engine) -> None:
     kv_lens = engine.runner.parts.state.kv_lens.tolist()
     for request in scheduler.active:
         if request.status is Status.RUNNING:
-            assert kv_lens[request.slot] == request.kv_len, "KV length is committed tokens - 1"
+            most = request.kv_len + request.num_coming
+            assert request.kv_len <= kv_lens[request.slot] <= most, "KV is committed tokens - 1"
+            assert engine.overlap or request.num_coming == 0, "a step is still under way"
 
 
 def run_all(
@@ -230,6 +232,7 @@ class ScriptedDrafter:
 
     aux_layers: tuple[int, ...] = ()
     aux_size = 0
+    needs_bound = True
 
     def __init__(
         self,

@@ -22,7 +22,8 @@ from eyas.flags import FlagGroup
 from tests.chat_model import write_chat_model, write_drafter
 
 ENGINE = (
-    "--chunked-prefill-size --context-length --device --draft-weights --dtype "
+    "--chunked-prefill-size --context-length --cuda-graph-max-bs --device --disable-cuda-graph "
+    "--draft-weights --dtype --overlap "
     "--max-running-requests --num-pages --page-size"
 )
 SPECULATION = (

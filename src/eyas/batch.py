@@ -75,7 +75,8 @@ class PageGrant:
 class PrefillChunk:
     """A run of prompt tokens starting at index `start` of the request in `slot`."""
 
-    request_id: int
+    ticket: int
+    """Of the request's present stay in its slot: a preempted request comes back with another."""
     slot: int
     start: int
     tokens: tuple[int, ...]
@@ -102,7 +103,8 @@ class StepPlan:
     grants: tuple[PageGrant, ...]
     chunks: tuple[PrefillChunk, ...]
     prefill_shape: PassShape | None
-    request_ids: tuple[int, ...]
+    tickets: tuple[int, ...]
+    """Of the requests in the cycle; see `PrefillChunk.ticket`."""
     slots: tuple[int, ...]
     cycle_shape: PassShape | None
 
@@ -117,6 +119,6 @@ class StepResult:
     """Tokens a step drew, on the host."""
 
     first_tokens: tuple[tuple[int, int], ...]
-    """(request id, token) of every prompt that finished prefilling."""
+    """(ticket, token) of every prompt that finished prefilling."""
     cycle_tokens: tuple[tuple[int, tuple[int, ...]], ...]
-    """(request id, committed tokens) of every request in the cycle."""
+    """(ticket, committed tokens) of every request in the cycle."""

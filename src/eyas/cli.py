@@ -229,7 +229,7 @@ def _load(
     from eyas.engine.engine import LLM
 
     wanted = None if drafter == "none" else drafter
-    return LLM(model, drafter=wanted, speculation=speculation, config=engine)
+    return LLM(model, drafter=wanted, speculation=speculation, config=engine, progress=True)
 
 
 def _turn(pieces: Any) -> None:

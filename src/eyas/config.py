@@ -15,9 +15,13 @@ from eyas.errors import ConfigError, RequestError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_WEIGHTS = ("auto", "full", "int8")
+OVERLAP = ("auto", "on", "off")
 ALGORITHMS = ("EAGLE3", "NGRAM", "NONE")
 MAX_NODES = 64
 """Nodes of a request in one pass: the bits of an `int64` ancestor mask."""
+SPARE_POSITIONS = 4 * MAX_NODES
+"""Positions past a model's last that rotary tables hold: a cycle that is under way while its
+request ends drafts there, and what it drafts is dropped."""
 
 
 def option(default: Any, doc: str) -> Any:
@@ -137,6 +141,9 @@ class EngineConfig(Strict):
     num_pages: int = option(0, "pages in the pool; 0: enough for every running request")
     chunked_prefill_size: int = option(512, "prompt tokens prefilled per step")
     seed: int = option(0, "seed of requests that bring none")
+    disable_cuda_graph: bool = option(False, "run cycles without CUDA graphs")
+    cuda_graph_max_bs: int = option(0, "most requests of a captured cycle; 0: all that may run")
+    overlap: str = option("auto", "read results one cycle late: on, off, or auto (on a GPU)")
     draft_weights: str = option("auto", "weights of draft passes: full, int8, or auto")
 
     def __post_init__(self) -> None:
@@ -147,6 +154,12 @@ class EngineConfig(Strict):
             f"use one of {', '.join(DRAFT_WEIGHTS)}",
         )
         require(
+            self.overlap in OVERLAP,
+            f"overlap {self.overlap!r}",
+            "the kind must be known",
+            f"use one of {', '.join(OVERLAP)}",
+        )
+        require(
             self.dtype in DTYPES,
             f"dtype {self.dtype!r}",
             "the type must be known",
@@ -155,7 +168,7 @@ class EngineConfig(Strict):
         for name in ("max_running_requests", "page_size", "chunked_prefill_size"):
             value = getattr(self, name)
             require(value >= 1, f"{name}={value}", "must be at least 1", f"give {name} >= 1")
-        for name in ("context_length", "num_pages"):
+        for name in ("context_length", "num_pages", "cuda_graph_max_bs"):
             value = getattr(self, name)
             require(value >= 0, f"{name}={value}", "must not be negative", "give 0 for automatic")
 

@@ -89,15 +89,13 @@ def from_scratch(engine: Engine, request: Request) -> Snapshot:
         sampled=params.temperature > 0,
         filtered=params.filtered,
     )
-    chunk = PrefillChunk(
-        request_id=0, slot=0, start=0, tokens=text[:length], next_token=text[length]
-    )
+    chunk = PrefillChunk(ticket=0, slot=0, start=0, tokens=text[:length], next_token=text[length])
     plan = StepPlan(
         inits=(init,),
         grants=(PageGrant(slot=0, first=0, pages=tuple(pages)),),
         chunks=(chunk,),
         prefill_shape=shape,
-        request_ids=(),
+        tickets=(),
         slots=(),
         cycle_shape=None,
     )

@@ -75,6 +75,7 @@ def test_storm(seed: int) -> None:
         "num_pages": 1 + -(-longest // page_size) * rng.choice([1, 2]) + rng.randrange(3),
         "max_running_requests": rng.choice([1, 3, 8]),
         "chunked_prefill_size": rng.choice([5, 16, 512]),
+        "overlap": "on" if seed >= 6 else "off",
     }
     engine = make_engine(target, network, shape, **config)
     waiting = [*reference()]
@@ -129,11 +130,11 @@ def step(one: Scheduler, accepted: int = 1) -> list[int]:
     one.check_integrity()
     for grant in plan.grants:
         assert len(grant.pages) > 0
-    first = tuple((c.request_id, 7) for c in plan.chunks if c.next_token is None)
-    cycle = tuple((i, (7,) * accepted) for i in plan.request_ids)
+    first = tuple((c.ticket, 7) for c in plan.chunks if c.next_token is None)
+    cycle = tuple((i, (7,) * accepted) for i in plan.tickets)
     one.commit(StepResult(first_tokens=first, cycle_tokens=cycle))
     one.check_integrity()
-    return list(plan.request_ids)
+    return list(plan.tickets)
 
 
 def test_requests_are_served_in_order() -> None:
@@ -142,7 +143,7 @@ def test_requests_are_served_in_order() -> None:
     for ident, length in enumerate((20, 30, 2)):
         one.add(request(ident, length))
     plan = one.plan()
-    assert [c.request_id for c in plan.chunks] == [0]
+    assert [c.ticket for c in plan.chunks] == [0]
     assert [r.id for r in one.waiting] == [1, 2]
 
 
@@ -183,13 +184,13 @@ def test_prompt_chunks_share_a_budget() -> None:
         plan = one.plan()
         assert sum(len(c.tokens) for c in plan.chunks) <= 10
         for chunk in plan.chunks:
-            assert chunk.start == len(seen[chunk.request_id])
-            seen[chunk.request_id] += chunk.tokens
-            whole = (13, 4, 25)[chunk.request_id]
+            assert chunk.start == len(seen[chunk.ticket])
+            seen[chunk.ticket] += chunk.tokens
+            whole = (13, 4, 25)[chunk.ticket]
             end = chunk.start + len(chunk.tokens)
             assert chunk.next_token == (end if end < whole else None)
-        first = tuple((c.request_id, 7) for c in plan.chunks if c.next_token is None)
-        cycle = tuple((i, (7,)) for i in plan.request_ids)
+        first = tuple((c.ticket, 7) for c in plan.chunks if c.next_token is None)
+        cycle = tuple((i, (7,)) for i in plan.tickets)
         one.commit(StepResult(first_tokens=first, cycle_tokens=cycle))
     assert [len(s) for s in seen.values()] == [13, 4, 25]
 

@@ -38,6 +38,9 @@ class Attend(Protocol):
 class PagedAttention(Protocol):
     """Attention over a paged pool."""
 
+    needs_bound: bool
+    """Whether shapes inside follow `ForwardBatch.max_kv_len`."""
+
     def begin(self, batch: ForwardBatch) -> Attend:
         """Prepare a pass over `batch`."""
 

@@ -35,6 +35,8 @@ ROW_TILE = 4
 class ReferenceAttention:
     """Gather a batch's pages, then masked attention in fixed blocks."""
 
+    needs_bound = True
+
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
 

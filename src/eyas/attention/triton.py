@@ -14,6 +14,8 @@ from eyas.kv.pool import KVPool, flat_rows
 class TritonAttention:
     """Reads pages where they lie; see `eyas.kernels.paged_attention`."""
 
+    needs_bound = False
+
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
 

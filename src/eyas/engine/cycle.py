@@ -33,6 +33,11 @@ class Parts:
     drafter: Drafter
     state: DeviceState
 
+    @property
+    def needs_bound(self) -> bool:
+        """Whether work follows the host's bound on lengths: such a cycle can't be replayed."""
+        return self.attention.needs_bound or self.drafter.needs_bound
+
 
 def cycle(parts: Parts, slots: torch.Tensor, shape: PassShape, spans: Spans) -> torch.Tensor:
     """One cycle over `slots` int64[B].

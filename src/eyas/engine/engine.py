@@ -12,7 +12,7 @@ from rich.progress import Progress
 from eyas.checkpoint import resolve
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig, require, require_request
 from eyas.engine.request import FinishReason, Request, Status, check_params
-from eyas.engine.runner import Runner, auto_pages
+from eyas.engine.runner import Runner, Underway, auto_pages
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import RequestError
 from eyas.kv.pool import PageAllocator
@@ -53,14 +53,19 @@ class Engine:
         drafter: Eagle3 | Drafter | None = None,
         speculation: SpeculationConfig | None = None,
         config: EngineConfig | None = None,
+        progress: bool = False,
     ) -> None:
-        """Build pools and state for `target`; `drafter` is a network or any `Drafter`."""
+        """Build pools, state and graphs; `drafter` is a network or any `Drafter`."""
         self.speculation = speculation or SpeculationConfig(algorithm="NONE")
         self.config = resolve_engine(config or EngineConfig(), self.speculation, target.config)
         self.tokenizer = tokenizer
         num_pages = self.config.num_pages
         self.runner = Runner(target, drafter, self.config, self.speculation, num_pages)
         self.scheduler = Scheduler(self.config, self.speculation, PageAllocator(num_pages))
+        self.runner.graphs.capture_all(progress)
+        on_gpu = self.runner.device.type == "cuda"
+        self.overlap = on_gpu if self.config.overlap == "auto" else self.config.overlap == "on"
+        self._underway: Underway | None = None
         self._next_id = 0
 
     def add(self, prompt: Sequence[int], params: SamplingParams, stream: bool = False) -> Request:
@@ -82,11 +87,18 @@ class Engine:
         return request
 
     def step(self) -> list[Request]:
-        """Run one step; returns the requests that got tokens."""
+        """Run one step; returns the requests that got tokens.
+
+        With overlap the step is started, and the tokens are those of the step before, which the
+        device worked on meanwhile.
+        """
         plan = self.scheduler.plan()
-        if plan.is_empty:
-            return []
-        return self.scheduler.commit(self.runner.run(plan))
+        before, self._underway = self._underway, None
+        if not plan.is_empty:
+            self._underway = self.runner.launch(plan)
+        if not self.overlap or plan.is_empty:
+            before, self._underway = self._underway or before, None
+        return self.scheduler.commit(before.collect()) if before else []
 
     def abort(self, request: Request) -> None:
         """End a request; its pages are free at once, the others go on."""
@@ -158,6 +170,7 @@ class LLM:
         drafter: str | None = "auto",
         speculation: SpeculationConfig | None = None,
         config: EngineConfig | None = None,
+        progress: bool = False,
     ) -> None:
         config = config or EngineConfig()
         device = resolve_device(config.device)
@@ -180,6 +193,7 @@ class LLM:
             drafter=self.drafter,
             speculation=speculation,
             config=config,
+            progress=progress,
         )
 
     def sibling(self, speculation: SpeculationConfig, config: EngineConfig | None = None) -> LLM:

@@ -50,6 +50,10 @@ class Request:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     slot: int = -1
+    ticket: int = -1
+    """Number of its present stay in a slot: results of an earlier stay do not count."""
+    num_coming: int = 0
+    """Most tokens that steps still under way may bring."""
     pages: list[int] = field(default_factory=list)
     num_prefilled: int = 0
     accept_lengths: list[int] = field(default_factory=list)
@@ -65,6 +69,12 @@ class Request:
     def kv_len(self) -> int:
         """Committed KV positions of a running request: all tokens but the root."""
         return self.length - 1
+
+    @property
+    def most_kv_len(self) -> int:
+        """Bound on the KV positions that count, with everything under way committed."""
+        longest = min(self.max_length, len(self.prompt) + self.params.max_tokens)
+        return min(self.length + self.num_coming, longest) - 1
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Tokens at sequence indices [start, end)."""

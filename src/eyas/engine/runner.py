@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from eyas.attention import paged_attention
-from eyas.batch import StepPlan, StepResult
+from eyas.batch import PassShape, StepPlan, StepResult
 from eyas.config import EngineConfig, SpeculationConfig, require
 from eyas.engine.cycle import Parts, cycle, prefill
-from eyas.engine.state import DeviceState
+from eyas.engine.graphs import CycleGraphs, GraphKey, Reason
+from eyas.engine.state import DeviceState, upload
 from eyas.errors import ConfigError
 from eyas.kv.pool import KVPool
 from eyas.model_config import AttentionShape
@@ -48,27 +49,40 @@ class Runner:
             drafter=_drafter(drafter, target, config, speculation, num_pages),
             state=state,
         )
+        self.graphs = CycleGraphs(self.parts, config, speculation)
+        self._loaded: dict[GraphKey, tuple[int, ...]] = {}
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for its tokens."""
+        return self.launch(plan).collect()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Underway:
+        """Start one step. On a GPU this does not wait: `Underway.collect` does."""
         self.spans.mark("host")
         self.parts.state.fill(plan)
-        first = self._prefill(plan) if plan.prefill_shape else ()
-        committed: tuple[tuple[int, tuple[int, ...]], ...] = ()
-        if plan.cycle_shape:
-            slots = torch.tensor(plan.slots).to(self.device)
-            out = cycle(self.parts, slots, plan.cycle_shape, self.spans)
-            self.spans.mark("collect")
-            rows = out.tolist()
-            committed = tuple(
-                (request_id, tuple(row[1 : row[0] + 1]))
-                for request_id, row in zip(plan.request_ids, rows, strict=True)
-            )
-            self.spans.mark(None)
-        return StepResult(first_tokens=first, cycle_tokens=committed)
+        first = self._prefill(plan) if plan.prefill_shape else None
+        cycled = self._cycle(plan, plan.cycle_shape) if plan.cycle_shape else None
+        self.spans.mark("collect")
+        return Underway(plan, first, cycled, self.spans, self.device)
 
-    def _prefill(self, plan: StepPlan) -> tuple[tuple[int, int], ...]:
+    def _cycle(self, plan: StepPlan, shape: PassShape) -> torch.Tensor:
+        """int64[>= B, depth + 2]: what `cycle` gives; the first B rows are the plan's."""
+        staged = not isinstance(self.spans, NoSpans)
+        key = Reason.STAGED if staged else self.graphs.decide(shape)
+        self.graphs.counts[key] += 1
+        if isinstance(key, Reason):
+            return cycle(self.parts, upload(plan.slots, self.device), shape, self.spans)
+        graph = self.graphs.get(key)
+        padding = (self.parts.state.dummy_slot,) * (key.num_requests - len(plan.slots))
+        if self._loaded.get(key) != plan.slots:
+            graph.slots.copy_(upload(plan.slots + padding, self.device), non_blocking=True)
+            self._loaded[key] = plan.slots
+        graph.graph.replay()
+        return graph.out
+
+    def _prefill(self, plan: StepPlan) -> torch.Tensor:
+        """int64[B]: the token behind each chunk."""
         shape = plan.prefill_shape
         assert shape is not None, "a plan with chunks has their shape"
         self.spans.mark("prefill")
@@ -76,15 +90,56 @@ class Runner:
         rows = [c.tokens + (0,) * (width - len(c.tokens)) for c in plan.chunks]
         ends = [-1 if c.next_token is None else c.next_token for c in plan.chunks]
         heads = [(c.slot, len(c.tokens), end) for c, end in zip(plan.chunks, ends, strict=True)]
-        head = torch.tensor(heads).to(self.device)
-        chunk = torch.tensor(rows).to(self.device)
-        drawn = prefill(self.parts, head[:, 0], chunk, head[:, 2], head[:, 1], shape).tolist()
-        self.spans.mark(None)
-        return tuple(
-            (c.request_id, token)
-            for c, token in zip(plan.chunks, drawn, strict=True)
-            if c.next_token is None
+        head, chunk = upload(heads, self.device), upload(rows, self.device)
+        return prefill(self.parts, head[:, 0], chunk, head[:, 2], head[:, 1], shape)
+
+
+class Underway:
+    """A step that was started; its tokens are on their way to the host."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        first: torch.Tensor | None,
+        cycled: torch.Tensor | None,
+        spans: Spans,
+        device: torch.device,
+    ) -> None:
+        """`first` int64[chunks] and `cycled` int64[B, depth + 2] may be overwritten later."""
+        self._plan, self._spans = plan, spans
+        self._first, self._cycled = first, cycled
+        self._done: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._first, self._cycled = _to_host(first), _to_host(cycled)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def collect(self) -> StepResult:
+        """Wait for the step's tokens."""
+        if self._done is not None:
+            self._done.synchronize()
+        drawn = [] if self._first is None else self._first.tolist()
+        rows = [] if self._cycled is None else self._cycled.tolist()
+        self._spans.mark(None)
+        chunks = self._plan.chunks
+        return StepResult(
+            first_tokens=tuple(
+                (chunk.ticket, token)
+                for chunk, token in zip(chunks, drawn, strict=True)
+                if chunk.next_token is None
+            ),
+            cycle_tokens=tuple(
+                (ticket, tuple(row[1 : row[0] + 1]))
+                for ticket, row in zip(self._plan.tickets, rows, strict=False)
+            ),
         )
+
+
+def _to_host(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A pinned copy of a CUDA tensor, complete once the stream has come this far."""
+    if x is None:
+        return None
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _pool(

@@ -2,12 +2,15 @@
 
 Requests join and leave between steps. A step prefills prompt chunks up to a budget of tokens, then
 runs one cycle over every request whose prompt is done. Before a cycle the scheduler has reserved
-pages for its longest outcome, so it never needs a result to plan. When pages run out the youngest
-request gives its pages back and later starts again from its tokens. Integers only: no tensors.
+pages for its longest outcome, so it never needs a result to plan: `plan` may be called again before
+the step before is committed. What a step brings to a request that has left meanwhile is dropped.
+When pages run out the youngest request gives its pages back and later starts again from its tokens.
+Integers only: no tensors.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 
@@ -28,6 +31,7 @@ class Scheduler:
         self.active: list[Request] = []
         """Requests that hold a slot, oldest first."""
         self._free_slots = list(range(config.max_running_requests - 1, -1, -1))
+        self._tickets = itertools.count()
 
     @property
     def has_work(self) -> bool:
@@ -59,29 +63,33 @@ class Scheduler:
         decoding = self._reserve_running(grants)
         inits = self._admit(grants)
         chunks = self._chunks()
-        chunked = {c.request_id for c in chunks}
-        prefilling = [r for r in self.active if r.id in chunked]
+        chunked = {c.ticket for c in chunks}
+        prefilling = [r for r in self.active if r.ticket in chunked]
+        for request in decoding:
+            request.num_coming += self.speculation.depth + 1
         return StepPlan(
             inits=tuple(inits),
             grants=tuple(grants),
             chunks=tuple(chunks),
             prefill_shape=self._prefill_shape(chunks, prefilling),
-            request_ids=tuple(r.id for r in decoding),
+            tickets=tuple(r.ticket for r in decoding),
             slots=tuple(r.slot for r in decoding),
             cycle_shape=self._cycle_shape(decoding),
         )
 
     def commit(self, result: StepResult) -> list[Request]:
         """Take in a step's tokens; returns the requests that got some, finished ones released."""
-        known = {r.id: r for r in self.active}
+        known = {r.ticket: r for r in self.active}
         touched = []
-        for request_id, token in result.first_tokens:
-            if request := known.get(request_id):
-                request.status = Status.RUNNING
+        for ticket, token in result.first_tokens:
+            if request := known.get(ticket):
+                request.num_coming -= 1
                 self._append(request, (token,))
                 touched.append(request)
-        for request_id, tokens in result.cycle_tokens:
-            if request := known.get(request_id):
+        for ticket, tokens in result.cycle_tokens:
+            request = known.get(ticket)
+            if request is not None and request.status is not Status.FINISHED:
+                request.num_coming -= self.speculation.depth + 1
                 request.accept_lengths.append(len(tokens))
                 self._append(request, tokens)
                 touched.append(request)
@@ -106,8 +114,8 @@ class Scheduler:
         self.allocator.free(request.pages)
         request.pages = []
         self._free_slots.append(request.slot)
-        request.slot = -1
-        request.num_prefilled = 0
+        request.slot = request.ticket = -1
+        request.num_prefilled = request.num_coming = 0
         self.active.remove(request)
 
     def _reserve_running(self, grants: list[PageGrant]) -> list[Request]:
@@ -115,7 +123,7 @@ class Scheduler:
         for request in [r for r in self.active if r.status is Status.RUNNING]:
             if request.status is not Status.RUNNING:
                 continue
-            missing = self.pages_for(request.kv_len) - len(request.pages)
+            missing = self.pages_for(request.most_kv_len) - len(request.pages)
             while missing > self.allocator.num_free and self.active[-1] is not request:
                 self._preempt(self.active[-1])
             if missing > self.allocator.num_free:
@@ -145,7 +153,7 @@ class Scheduler:
             if needed > self.allocator.num_free:
                 break
             self.waiting.popleft()
-            request.slot = self._free_slots.pop()
+            request.slot, request.ticket = self._free_slots.pop(), next(self._tickets)
             request.status = Status.PREFILL
             self.active.append(request)
             self._grant(request, needed, grants)
@@ -173,9 +181,11 @@ class Scheduler:
             budget -= end - start
             request.num_prefilled = end
             behind = request.tokens(end, end + 1)
+            if not behind:
+                request.status, request.num_coming = Status.RUNNING, 1
             chunks.append(
                 PrefillChunk(
-                    request_id=request.id,
+                    ticket=request.ticket,
                     slot=request.slot,
                     start=start,
                     tokens=request.tokens(start, end),
@@ -204,7 +214,7 @@ class Scheduler:
         return PassShape(
             num_requests=len(requests),
             num_new=self.speculation.num_nodes,
-            max_kv_len=max(r.kv_len for r in requests) + self.speculation.scratch,
+            max_kv_len=max(r.most_kv_len for r in requests) + self.speculation.scratch,
             sampled=any(r.params.temperature > 0 for r in requests),
             filtered=any(r.params.filtered for r in requests),
         )

@@ -6,10 +6,19 @@ passes of the step write what they commit. Nothing here is read on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from eyas.batch import StepPlan
 from eyas.sampling import SamplingRows
+
+
+def upload(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Host numbers as a tensor on `device`; on a GPU through pinned memory, without waiting."""
+    made = torch.tensor(values, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
 
 
 class DeviceState:
@@ -21,6 +30,7 @@ class DeviceState:
         """`num_tokens` bounds a sequence with everything a cycle may write behind it."""
         rows = num_slots + 1
         self.device = device
+        self.dummy_slot = num_slots
         self.kv_lens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.roots = torch.zeros(rows, dtype=torch.int64, device=device)
         self.history = torch.zeros(rows, num_tokens, dtype=torch.int64, device=device)
@@ -41,13 +51,12 @@ class DeviceState:
             rows = [g.slot for g in plan.grants for _ in g.pages]
             columns = [g.first + i for g in plan.grants for i in range(len(g.pages))]
             pages = [page for g in plan.grants for page in g.pages]
-            where = torch.tensor([rows, columns, pages]).to(self.device)
+            where = upload([rows, columns, pages], self.device)
             self.page_table[where[0], where[1]] = where[2]
 
     def _set_up(self, plan: StepPlan) -> None:
-        integers = torch.tensor([(i.slot, i.top_k, i.seed) for i in plan.inits]).to(self.device)
-        reals = torch.tensor([(i.temperature, i.top_p, i.min_p) for i in plan.inits])
-        reals = reals.to(self.device)
+        integers = upload([(i.slot, i.top_k, i.seed) for i in plan.inits], self.device)
+        reals = upload([(i.temperature, i.top_p, i.min_p) for i in plan.inits], self.device)
         slots = integers[:, 0]
         self.page_table[slots] = 0
         self.kv_lens[slots] = 0
@@ -56,6 +65,10 @@ class DeviceState:
         self.sampling.temperature[slots] = reals[:, 0]
         self.sampling.top_p[slots] = reals[:, 1]
         self.sampling.min_p[slots] = reals[:, 2]
+
+    def rest_dummy(self) -> None:
+        """Bring the dummy slot back to an empty sequence: padded cycles move it forward."""
+        self.kv_lens[self.dummy_slot :].zero_()
 
     def sampling_rows(self, slots: torch.Tensor) -> SamplingRows:
         """Sampling parameters of `slots` int64[B]."""

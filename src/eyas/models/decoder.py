@@ -13,7 +13,7 @@ from torch import nn
 
 from eyas.attention import Attend
 from eyas.attention.rope import Rope
-from eyas.config import MAX_NODES
+from eyas.config import SPARE_POSITIONS
 from eyas.distributed.group import SOLO, Group
 from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, SelfAttention
 from eyas.layers.linear import (
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, i, group) for i in range(config.num_layers))
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         rope_dim = config.mla.rope_dim if config.mla else config.head_dim
-        self.rotary = Rotary(config.rope, rope_dim, config.max_position + MAX_NODES)
+        self.rotary = Rotary(config.rope, rope_dim, config.max_position + SPARE_POSITIONS)
         self.head = ColumnParallel({f"{config.prefix}lm_head": vocab}, hidden, group=group)
         if config.tie_word_embeddings:
             self.head.weight = self.embed.weight

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from eyas.attention import Attend
-from eyas.config import MAX_NODES
+from eyas.config import SPARE_POSITIONS
 from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, SelfAttention
 from eyas.layers.linear import (
     ANY_ROWS,
@@ -58,7 +58,7 @@ class Eagle3(nn.Module):
         self.mlp = GatedMLP(hidden, config.intermediate_size, "midlayer.mlp")
         self.norm = RMSNorm(hidden, eps)
         self.head = Linear({"lm_head": config.draft_vocab_size}, hidden)
-        self.rotary = Rotary(config.rope, config.head_dim, config.max_position + MAX_NODES)
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_position + SPARE_POSITIONS)
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,8 @@ class Drafter(Protocol):
     """Target boundaries whose states the drafter wants; empty for none."""
     aux_size: int
     """Columns of `Committed.aux`."""
+    needs_bound: bool
+    """Whether shapes inside follow `DraftContext.max_kv_len`."""
 
     def propose(self, context: DraftContext) -> Draft:
         """The tree to verify."""
@@ -81,6 +83,7 @@ class NoDrafter:
 
     aux_layers: tuple[int, ...] = ()
     aux_size = 0
+    needs_bound = False
 
     def propose(self, context: DraftContext) -> Draft:
         """The root."""
@@ -99,6 +102,7 @@ class NGramDrafter:
 
     aux_layers: tuple[int, ...] = ()
     aux_size = 0
+    needs_bound = False
 
     def __init__(self, num_drafts: int, max_match: int = 4) -> None:
         self.num_drafts, self.max_match = num_drafts, max_match
@@ -152,6 +156,7 @@ class Eagle3Drafter:
         self.quick = quick
         self.embedding = embedding if network.embed is None else network.embed
         self.attention: PagedAttention = paged_attention(pool)
+        self.needs_bound = self.attention.needs_bound
         self.aux_layers = network.config.aux_layers
         self.aux_size = len(self.aux_layers) * network.config.target_hidden_size
         device, topk = pool.k.device, speculation.eagle_topk
