@@ -18,7 +18,7 @@ from eyas.engine.request import Request, Status
 from eyas.kv.pool import KVPool, flat_rows
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.speculate.drafter import Eagle3Drafter
+from eyas.speculate.eagle3 import Eagle3Drafter
 from tests.helpers import (
     TREES,
     Job,
@@ -54,9 +54,9 @@ def snapshot(engine: Engine, pages: list[int], slot: int, length: int) -> Snapsh
     return {
         "target": kept(engine.runner.parts.pool, pages, length),
         "drafter": kept(drafter.pool, pages, length),
-        "hidden": drafter.hidden[slot],
-        "tokens": drafter.tokens[slot],
-        "scores": drafter.scores[slot],
+        "hidden": drafter.growth.hidden[slot],
+        "tokens": drafter.growth.tokens[slot],
+        "scores": drafter.growth.scores[slot],
         "history": engine.runner.parts.state.history[slot, : length + 1],
         "root": engine.runner.parts.state.roots[slot],
     }

@@ -16,7 +16,8 @@ import torch
 from eyas.config import SamplingParams, SpeculationConfig
 from eyas.engine.engine import Engine
 from eyas.models.decoder import Decoder
-from eyas.speculate.drafter import Eagle3Drafter, NGramDrafter, NoDrafter
+from eyas.speculate.drafter import NGramDrafter, NoDrafter
+from eyas.speculate.eagle3 import Eagle3Drafter
 from tests.helpers import (
     NONE,
     TREES,

@@ -16,7 +16,8 @@ from eyas.model_config import AttentionShape
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
 from eyas.spans import NoSpans, Spans
-from eyas.speculate.drafter import Drafter, Eagle3Drafter, NGramDrafter, NoDrafter
+from eyas.speculate.drafter import Drafter, NGramDrafter, NoDrafter
+from eyas.speculate.eagle3 import Eagle3Drafter
 
 
 class Runner:

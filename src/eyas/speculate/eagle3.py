@@ -1,0 +1,92 @@
+"""The EAGLE-3 drafter: its network over its own paged KV.
+
+Row t embeds token t + 1 beside the target's states at t, at rotary position t (arXiv 2503.01840).
+KV of committed tokens is computed from target states; entries that drafting writes behind it are
+overwritten.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from eyas.attention import PagedAttention, paged_attention
+from eyas.batch import ForwardBatch, ForwardMode
+from eyas.config import SpeculationConfig
+from eyas.kv.pool import KVPool
+from eyas.layers.linear import Embedding
+from eyas.models.eagle3 import Eagle3
+from eyas.speculate.drafter import Committed, DraftContext
+from eyas.speculate.grow import Growth
+from eyas.speculate.tree import Draft
+
+QUICK_ROWS = 3
+"""Most rows of a pass for which 8-bit weights are faster (2-core CPU, AVX512-VNNI)."""
+
+
+class Eagle3Drafter:
+    """EAGLE-3 drafting; a draft row's state is the draft layer's output of the row before it."""
+
+    def __init__(
+        self,
+        network: Eagle3,
+        embedding: Embedding,
+        pool: KVPool,
+        speculation: SpeculationConfig,
+        num_slots: int,
+        quick: Eagle3 | None = None,
+    ) -> None:
+        """`embedding` is the target's, used unless the network has its own.
+
+        `quick` is the network with rounded weights: it takes the place of `network` in passes of
+        few draft rows. KV of committed tokens always comes from `network`.
+        """
+        self.network, self.pool, self.quick = network, pool, quick
+        self.embedding = embedding if network.embed is None else network.embed
+        self.attention: PagedAttention = paged_attention(pool)
+        self.needs_bound = self.attention.needs_bound
+        self.aux_layers = network.config.aux_layers
+        self.aux_size = len(self.aux_layers) * network.config.target_hidden_size
+        weight = embedding.weight
+        hidden = weight.new_zeros(num_slots, network.config.hidden_size)
+        self.growth = Growth(self._draft, network.target_ids, speculation, hidden)
+
+    def propose(self, context: DraftContext) -> Draft:
+        """Grow the tree one level a pass from the kept candidates."""
+        return self.growth.grow(context, context.kv_lens)
+
+    def update(self, context: DraftContext, committed: Committed, mode: ForwardMode) -> None:
+        """Extend the drafter's KV over the committed rows; keep the next first candidates."""
+        assert committed.aux is not None, "an EAGLE-3 drafter needs the target's hidden states"
+        count = committed.tokens.shape[1]
+        positions = context.kv_lens[:, None] + torch.arange(count, device=self.pool.k.device)
+        positions = positions.clamp(max=context.history.shape[1] - 1)
+        batch = ForwardBatch(
+            mode=mode,
+            tokens=committed.tokens.flatten(),
+            positions=positions.flatten(),
+            prefix_lens=context.kv_lens,
+            page_table=context.page_table,
+            num_new=count,
+            max_kv_len=context.max_kv_len,
+        )
+        hidden = self._forward(self.network, batch, self.network.fuse(committed.aux.flatten(0, 1)))
+        last = (committed.counts - 1)[:, None, None]
+        hidden = hidden.view(-1, count, hidden.shape[-1])
+        hidden = hidden.gather(1, last.expand(-1, 1, hidden.shape[-1]))[:, 0]
+        logits, fed_back = self._drafting(hidden.shape[0]).score(hidden)
+        self.growth.start(context, committed.counts, logits, fed_back)
+
+    def _draft(
+        self, batch: ForwardBatch, fed_back: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DraftPass`."""
+        network = self._drafting(batch.tokens.shape[0])
+        return network.score(self._forward(network, batch, fed_back))
+
+    def _drafting(self, rows: int) -> Eagle3:
+        """The network that drafts `rows` rows faster."""
+        return self.network if self.quick is None or rows > QUICK_ROWS else self.quick
+
+    def _forward(self, network: Eagle3, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        embeds = self.embedding(batch.tokens)
+        return network(embeds, hidden, batch.positions, self.attention.begin(batch))
