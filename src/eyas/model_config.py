@@ -102,6 +102,8 @@ class MoEConfig(Strict):
     """Intermediate size of the shared experts together; 0: none."""
     scoring: str = "softmax"
     """`softmax` or `sigmoid` over the experts' router logits, float32."""
+    float32_router: bool = False
+    """Whether the logits too are computed in float32, from float32 weights."""
     normalize: bool = True
     """Whether the chosen weights are divided by their sum."""
     num_groups: int = 1
@@ -113,6 +115,33 @@ class MoEConfig(Strict):
     scaling_factor: float = 1.0
     sparse_layers: tuple[bool, ...] = ()
     """Per layer: whether it has experts."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_experts % self.num_groups == 0 and self.topk_groups <= self.num_groups,
+            f"{self.num_experts} experts, the best {self.topk_groups} of {self.num_groups} groups",
+            "groups are of one size, and no more are chosen than there are",
+            "check n_routed_experts, n_group and topk_group in config.json",
+        )
+        eligible = self.num_experts // self.num_groups * self.topk_groups
+        require(
+            self.top_k <= eligible,
+            f"{self.top_k} experts a token of {eligible} that may be chosen",
+            "a token's experts are different ones",
+            "check num_experts_per_tok in config.json",
+        )
+        require(
+            self.group_score == "max" or self.num_experts >= 2 * self.num_groups,
+            f"{self.num_experts} experts in {self.num_groups} groups scored by their best two",
+            "a group has two experts at least",
+            "check n_routed_experts and n_group in config.json",
+        )
+        require(
+            self.scoring in ("softmax", "sigmoid") and self.group_score in ("max", "top2"),
+            f"experts scored by {self.scoring} and groups by {self.group_score}",
+            "only softmax and sigmoid, max and top2 are implemented",
+            "use a checkpoint with these",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

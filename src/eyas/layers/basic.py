@@ -86,6 +86,11 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., E] -> [..., E]`: this rank's term of `forward`, not yet all-reduced."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down.partial(F.silu(gate) * up)
+
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""
         return self.gate_up.places() | self.down.places()

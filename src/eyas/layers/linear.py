@@ -161,6 +161,11 @@ class RowParallel(Linear):
         y = self.group.all_reduce(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in / ranks] -> [..., out]`: this rank's term of the sum; without bias."""
+        assert self.bias is None, "a bias belongs to the whole sum"
+        return F.linear(x, self.weight)
+
     def places(self) -> Places:
         """Checkpoint tensor name -> the place of this rank's share."""
         (name, rows), columns = next(iter(self.parts.items())), self.weight.shape[1]

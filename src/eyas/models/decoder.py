@@ -25,6 +25,7 @@ from eyas.layers.linear import (
     pad_rows,
     whole,
 )
+from eyas.layers.moe import RoutedMLP
 from eyas.model_config import ModelConfig
 
 
@@ -67,8 +68,12 @@ def attention_layer(config: ModelConfig, layer: int, prefix: str, group: Group) 
     )
 
 
-def feed_forward(config: ModelConfig, layer: int, prefix: str, group: Group) -> GatedMLP:
+def feed_forward(
+    config: ModelConfig, layer: int, prefix: str, group: Group
+) -> GatedMLP | RoutedMLP:
     """The MLP or the experts that `config` asks for in `layer`."""
+    if config.moe is not None and config.moe.sparse_layers[layer]:
+        return RoutedMLP(config.moe, config.hidden_size, prefix, group)
     return GatedMLP(config.hidden_size, config.intermediate_size, prefix, config.mlp_bias, group)
 
 

@@ -59,14 +59,17 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Give every parameter empty memory of `dtype` on `device`; move buffers, keep their types.
 
+    A module may name parameters in `keep_float32`, which then are float32 in any network.
     Shared parameters stay shared. Parameters then need no gradient. Values of parameters are not
     copied: `module` may come straight from its constructor, whose memory was never touched.
     """
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
+        wide = getattr(part, "keep_float32", ())
         for name, old in part.named_parameters(recurse=False):
             if id(old) not in made:
-                data = torch.empty(old.shape, dtype=dtype, device=device)
+                kind = torch.float32 if name in wide else dtype
+                data = torch.empty(old.shape, dtype=kind, device=device)
                 made[id(old)] = nn.Parameter(data, requires_grad=False)
             setattr(part, name, made[id(old)])
         for name, buffer in part.named_buffers(recurse=False):
