@@ -26,6 +26,7 @@ RANKS = {
     "fingerprint": 1,
     "checkpoint": 1,
     "gguf_folder": 1,
+    "quantised": 1,
     "tokenizer": 1,
     "sampling": 1,
     "distributed": 1,

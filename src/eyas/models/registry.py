@@ -19,6 +19,7 @@ from eyas.errors import CheckpointError
 from eyas.layers.linear import Places, row_tile
 from eyas.models.decoder import Decoder
 from eyas.models.families import model_config
+from eyas.quantised import dequantised, quantization_config
 
 HARMLESS = ".rotary_emb.inv_freq"
 """Suffix of tensors that old checkpoints carry and every reader recomputes."""
@@ -124,13 +125,14 @@ def load_target(
 ) -> Decoder:
     """The target in checkpoint `folder`, weights in `dtype` on `device`, without gradients.
 
-    With tensor parallelism this rank's share of it.
+    With tensor parallelism this rank's share of it. Quantised weights are dequantised.
     Raises `CheckpointError` as `model_config`, `checkpoint.tensor_stream` and `fill` do.
     """
-    config = model_config(read_config(folder))
+    raw = read_config(folder)
+    config = model_config(raw)
     model = Decoder(config, row_tile(device, dtype), group)
     allocate(model, dtype, device)
-    stream = tensor_stream(folder)
+    stream = dequantised(tensor_stream(folder), quantization_config(raw))
     if not config.tie_word_embeddings:
         fill(model.places(), stream)
         return model.eval()

@@ -23,6 +23,7 @@ from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.eagle3 import Eagle3
 from eyas.models.families.reading import dimension, refuse_unknown_arithmetic, rope_config
 from eyas.models.registry import allocate, fill
+from eyas.quantised import dequantised, quantization_config
 
 Tensors = dict[str, torch.Tensor]
 
@@ -120,7 +121,7 @@ def load_drafter(
     network, another target, or tensors that do not fit.
     """
     config = read_config(path)
-    tensors = dict(tensor_stream(path))
+    tensors = dict(dequantised(tensor_stream(path), quantization_config(config)))
     form = detect_format(config, tensors)
     tensors = {_network_name(name): tensor for name, tensor in tensors.items()}
     settings = _settings(config, form)

@@ -9,10 +9,10 @@ from typing import Any
 
 from eyas.errors import CheckpointError
 from eyas.model_config import RopeConfig
+from eyas.quantised import quantization_config, scheme_of
 
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "quantization_config": (None,),
     "compression_config": (None,),
     "partial_rotary_factor": (None, 1),
     "rope_interleaved": (None, False),
@@ -33,6 +33,9 @@ def refuse_unknown_arithmetic(config: dict[str, Any]) -> None:
                 "would change the arithmetic and is not implemented",
                 f"use a checkpoint with {key}={allowed[-1]!r}",
             )
+    quantization = quantization_config(config)
+    if quantization is not None:
+        scheme_of(quantization)
 
 
 def dimension(config: dict[str, Any], key: str, default: int | None = None) -> int:
