@@ -6,6 +6,7 @@ how it runs. A value that changes arithmetic stands here or is refused before it
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from eyas.config import Strict, option, require
@@ -13,22 +14,53 @@ from eyas.config import Strict, option, require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig(Strict):
-    """Rotary embedding: base and, for `linear`, `llama3` and `yarn`, its frequency scaling."""
+    """Rotary embedding: base and, for `linear`, `llama3` and `yarn`, its frequency scaling.
+
+    The scales of `yarn` (arXiv 2309.00071) are those of transformers: `mscale` and `mscale_all_dim`
+    are DeepSeek's.
+    """
 
     theta: float = option(10000.0, "base of the rotary frequencies")
-    kind: str = option("default", "default, linear or llama3")
+    kind: str = option("default", "default, linear, llama3 or yarn")
     factor: float = option(1.0, "stretch of the context")
     low_freq_factor: float = option(1.0, "llama3: frequencies below are stretched fully")
     high_freq_factor: float = option(4.0, "llama3: frequencies above are left alone")
-    original_max_position: int = option(8192, "llama3: context before the stretch")
+    original_max_position: int = option(8192, "llama3, yarn: context before the stretch")
+    beta_fast: float = option(32.0, "yarn: pairs that turn more often are left alone")
+    beta_slow: float = option(1.0, "yarn: pairs that turn less often are stretched fully")
+    truncate: bool = option(True, "yarn: whether these bounds are rounded to whole pairs")
+    mscale: float = option(0.0, "yarn: weight of log(factor) in the tables' factor; 0: none given")
+    mscale_all_dim: float = option(0.0, "yarn: the same for all dimensions; 0: none given")
+    attention_factor: float = option(0.0, "yarn: factor of the tables; 0: by factor and mscales")
 
     def __post_init__(self) -> None:
         require(
-            self.kind in ("default", "linear", "llama3"),
+            self.kind in ("default", "linear", "llama3", "yarn"),
             f"rope scaling {self.kind!r}",
-            "only default, linear and llama3 are implemented",
+            "only default, linear, llama3 and yarn are implemented",
             "use a checkpoint with one of these",
         )
+
+    @property
+    def table_factor(self) -> float:
+        """Factor of cosines and sines."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._stretch(self.mscale) / self._stretch(self.mscale_all_dim)
+        return self._stretch(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor by which DeepSeek's attention multiplies its scores on top."""
+        if self.kind != "yarn" or not self.mscale_all_dim:
+            return 1.0
+        return self._stretch(self.mscale_all_dim) ** 2
+
+    def _stretch(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +119,18 @@ class MLAConfig(Strict):
     interleaved: bool = True
     """Whether rotary pairs lie side by side in the checkpoint."""
     scale: float
-    """Factor of the scores: (nope_dim + rope_dim) ** -0.5, times yarn's squared factor."""
+    """Factor of the scores: (nope_dim + rope_dim) ** -0.5, times `RopeConfig.score_factor`."""
+
+    def attention_shape(self, num_layers: int) -> AttentionShape:
+        """Every rank keeps the whole latent: it serves all heads."""
+        return AttentionShape(
+            num_layers=num_layers,
+            num_kv_heads=1,
+            key_dim=self.kv_lora_rank + self.rope_dim,
+            value_dim=self.kv_lora_rank,
+            scale=self.scale,
+            latent=True,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,17 +237,15 @@ class ModelConfig(Strict):
         )
         return layers
 
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.mla.rope_dim if self.mla is not None else self.head_dim
+
     def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
         """What one of `num_ranks` tensor-parallel ranks keeps and computes."""
         if self.mla is not None:
-            return AttentionShape(
-                num_layers=self.num_layers,
-                num_kv_heads=1,
-                key_dim=self.mla.kv_lora_rank + self.mla.rope_dim,
-                value_dim=self.mla.kv_lora_rank,
-                scale=self.mla.scale,
-                latent=True,
-            )
+            return self.mla.attention_shape(self.num_layers)
         return AttentionShape(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads // num_ranks,
@@ -221,7 +262,7 @@ class ModelConfig(Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig(Strict):
-    """Dimensions and switches of an EAGLE-3 drafter with one Llama-style layer.
+    """Dimensions and switches of an EAGLE-3 drafter with one layer.
 
     `aux_layers` are boundaries: i means the input of target layer i (i = L: after the last).
     `norm_output` feeds the normed hidden state back (the vLLM meaning, "EAGLE-3.1").
@@ -243,7 +284,16 @@ class DrafterConfig(Strict):
     norm_before_residual: bool = False
     norm_output: bool = False
     own_embedding: bool = False
+    mla: MLAConfig | None = None
+    """Attention of the draft layer, instead of `num_kv_heads` heads of `head_dim`."""
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.mla.rope_dim if self.mla is not None else self.head_dim
 
     def attention_shape(self) -> AttentionShape:
         """What the draft layer keeps and computes; every rank holds all of it."""
+        if self.mla is not None:
+            return self.mla.attention_shape(1)
         return AttentionShape.heads(1, self.num_kv_heads, self.head_dim)

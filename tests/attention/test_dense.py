@@ -11,7 +11,7 @@ from torch import nn
 from eyas.attention.dense import DenseCausal, Documents, TrainingTimeTest
 from eyas.attention.rope import Rope, rotate
 from eyas.layers.linear import row_tile
-from eyas.model_config import DrafterConfig
+from eyas.model_config import AttentionShape, DrafterConfig
 from eyas.models.eagle3 import Eagle3
 
 CPU = torch.device("cpu")
@@ -29,6 +29,13 @@ CONFIG = DrafterConfig(
     fc_norm=True,
     norm_output=True,
 )
+
+
+PLAIN = AttentionShape.heads(1, 2, 64)
+LATENT = AttentionShape(
+    num_layers=1, num_kv_heads=1, key_dim=80, value_dim=64, scale=0.07, latent=True
+)
+each_shape = pytest.mark.parametrize("shape", [PLAIN, LATENT], ids=["heads", "latent"])
 
 
 def drafter() -> Eagle3:
@@ -77,10 +84,13 @@ class Growing:
         return torch.cat((out, out.new_zeros(q.shape[0] - rows, out.shape[1])))
 
 
-def qkv(rows: int, dtype: torch.dtype, device: torch.device = CPU) -> list[torch.Tensor]:
+def qkv(
+    rows: int, dtype: torch.dtype, device: torch.device = CPU, shape: AttentionShape = PLAIN
+) -> list[torch.Tensor]:
     """Float q, k as rotation leaves them, and v in `dtype`, requiring gradients."""
     generator = torch.Generator().manual_seed(1)
-    shapes = ((rows, 6, 64), (rows, 2, 64), (rows, 2, 64))
+    heads, key, value = shape.num_kv_heads, shape.key_dim, shape.value_dim
+    shapes = ((rows, 6, key), (rows, heads, key), (rows, heads, value))
     made = [torch.randn(s, generator=generator).to(device) for s in shapes]
     return [x.requires_grad_() for x in (made[0], made[1], made[2].to(dtype))]
 
@@ -88,7 +98,7 @@ def qkv(rows: int, dtype: torch.dtype, device: torch.device = CPU) -> list[torch
 def test_dense_causal_equals_each_document_alone() -> None:
     lengths = (5, 1, 9)
     q, k, v = qkv(17, torch.float32)
-    got = DenseCausal(Documents.of(lengths, CPU, "loop"))(3, q, k, v)
+    got = DenseCausal(Documents.of(lengths, CPU, "loop"), PLAIN)(3, q, k, v)
     start = 0
     for length in lengths:
         rows = slice(start, start + length)
@@ -107,7 +117,8 @@ def test_training_time_test_equals_incremental_drafting() -> None:
     rows = sum(lengths)
     aux, embeds = torch.randn(rows, 72), torch.randn(steps, rows, 24)
     positions = torch.cat([torch.arange(n) for n in lengths])
-    attend, hidden, seen = TrainingTimeTest(Documents.of(lengths, CPU, "loop")), None, []
+    docs = Documents.of(lengths, CPU, "loop")
+    attend, hidden, seen = TrainingTimeTest(docs, CONFIG.attention_shape()), None, []
     for step in range(steps):
         hidden = module.fuse(aux) if hidden is None else hidden
         x = module(embeds[step], hidden, positions + step, attend)
@@ -132,7 +143,7 @@ def test_training_time_test_equals_incremental_drafting() -> None:
 
 
 def explicit_ttt(
-    lengths: tuple[int, ...], calls: list[list[torch.Tensor]], step: int
+    lengths: tuple[int, ...], calls: list[list[torch.Tensor]], step: int, scale: float
 ) -> torch.Tensor:
     """Step `step` by one masked softmax over all keys of all steps (EAGLE's own formulation)."""
     q, rows = calls[step][0], sum(lengths)
@@ -142,23 +153,25 @@ def explicit_ttt(
     doc = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     first = (doc[:, None] == doc[None]).tril()
     mask = torch.cat([first] + [torch.eye(rows, dtype=torch.bool)] * step, dim=1).to(q.device)
-    scores = torch.einsum("thd,shd->hts", q, keys) / math.sqrt(q.shape[-1])
+    scores = torch.einsum("thd,shd->hts", q, keys) * scale
     probs = scores.masked_fill(~mask, -math.inf).softmax(-1)
     return torch.einsum("hts,shd->thd", probs, values).flatten(1)
 
 
-def compare_with_explicit(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+def compare_with_explicit(
+    backend: str, dtype: torch.dtype, device: torch.device, shape: AttentionShape
+) -> None:
     """Outputs and gradients of three steps, against autograd through the masked softmax."""
     lengths, steps = (5, 1, 130, 9), 3
     docs = Documents.of(lengths, device, backend)
-    calls = [qkv(docs.num_rows, dtype, device) for _ in range(steps)]
+    calls = [qkv(docs.num_rows, dtype, device, shape) for _ in range(steps)]
     with torch.no_grad():
         for s, call in enumerate(calls):
             for x in call:
                 x.mul_(1.0 + 0.5 * s).copy_(x.to(dtype))
-    attend = TrainingTimeTest(docs)
+    attend = TrainingTimeTest(docs, shape)
     got = [attend(0, q, k, v) for q, k, v in calls]
-    want = [explicit_ttt(lengths, calls, s) for s in range(steps)]
+    want = [explicit_ttt(lengths, calls, s, shape.scale) for s in range(steps)]
     weights = torch.randn(len(got), docs.num_rows, 1, device=device)
     leaves = [x for call in calls for x in call]
     sums = [(torch.stack([o.float() for o in outs]) * weights).sum() for outs in (got, want)]
@@ -170,12 +183,16 @@ def compare_with_explicit(backend: str, dtype: torch.dtype, device: torch.device
         torch.testing.assert_close(a.float(), b.float(), atol=10 * tolerance, rtol=tolerance)
 
 
+@each_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_equal_masked_softmax(dtype: torch.dtype) -> None:
-    compare_with_explicit("loop", dtype, CPU)
+def test_gradients_equal_masked_softmax(dtype: torch.dtype, shape: AttentionShape) -> None:
+    """Fault: a scale, a width or a head's share of the gradient lost in the merged form."""
+    compare_with_explicit("loop", dtype, CPU, shape)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a CUDA GPU")
+@each_shape
 @pytest.mark.parametrize("backend", ["flash", "loop"])
-def test_gradients_equal_masked_softmax_on_gpu(backend: str) -> None:
-    compare_with_explicit(backend, torch.bfloat16, torch.device("cuda"))
+def test_gradients_equal_masked_softmax_on_gpu(backend: str, shape: AttentionShape) -> None:
+    """Fault: values padded to the keys' width and not cut, or heads that flash does not take."""
+    compare_with_explicit(backend, torch.bfloat16, torch.device("cuda"), shape)

@@ -1,12 +1,12 @@
 """Paged attention: right against a naive softmax, and the same bits in any company.
 
-Shapes are SmolLM2's (9 query heads over 3, dim 64) unless a test says otherwise. On the CPU keys
-and values are float32 whatever the model's type; values come in the model's type.
+Shapes are SmolLM2's (9 query heads over 3, dim 64), and latent ones: a value is the front of its
+key. On the CPU keys and values are float32 whatever the model's type; values come in the model's
+type.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 
@@ -18,7 +18,12 @@ from eyas.batch import ForwardBatch, ForwardMode
 from eyas.kv.pool import KVPool, flat_rows
 from eyas.model_config import AttentionShape
 
-HEADS, KV_HEADS, DIM = 9, 3, 64
+HEADS = 9
+PLAIN = AttentionShape.heads(2, 3, 64)
+LATENT = AttentionShape(
+    num_layers=2, num_kv_heads=1, key_dim=80, value_dim=64, scale=0.17, latent=True
+)
+each_shape = pytest.mark.parametrize("shape", [PLAIN, LATENT], ids=["heads", "latent"])
 MODEL_TYPES = [torch.float32, torch.bfloat16]
 
 
@@ -26,17 +31,21 @@ MODEL_TYPES = [torch.float32, torch.bfloat16]
 class Sequence:
     """One request's queries, keys and values at every position, in the model's type."""
 
+    shape: AttentionShape
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
 
 
-def sequence(length: int, seed: int, dtype: torch.dtype) -> Sequence:
+def sequence(length: int, seed: int, dtype: torch.dtype, shape: AttentionShape = PLAIN) -> Sequence:
     generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(length, HEADS, DIM, generator=generator) * 2
-    k = torch.randn(length, KV_HEADS, DIM, generator=generator)
-    v = torch.randn(length, KV_HEADS, DIM, generator=generator).to(dtype)
-    return Sequence(q=q, k=k, v=v)
+    kv_heads, value = shape.num_kv_heads, shape.value_dim
+    q = torch.randn(length, HEADS, shape.key_dim, generator=generator) * 2
+    k = torch.randn(length, kv_heads, shape.key_dim, generator=generator)
+    v = torch.randn(length, kv_heads, value, generator=generator).to(dtype)
+    if shape.latent:
+        k[..., :value] = v.float()
+    return Sequence(shape=shape, q=q, k=k, v=v)
 
 
 class Paged:
@@ -49,7 +58,7 @@ class Paged:
         each = -(-room // page_size)
         num_pages = len(sequences) * each + 3
         self.pool = KVPool(
-            AttentionShape.heads(2, KV_HEADS, DIM),
+            sequences[0].shape,
             num_pages=num_pages,
             page_size=page_size,
             dtype=torch.float32,
@@ -107,25 +116,27 @@ class Paged:
             tail_offset=tail_offset,
         )
         out = self.attention.begin(batch)(1, q, k, v)
-        assert out.shape == (len(rows) * num_new + padding, HEADS * DIM)
+        width = HEADS * self.pool.shape.value_dim
+        assert out.shape == (len(rows) * num_new + padding, width)
         assert out.dtype == v.dtype
         assert not out[len(rows) * num_new :].any(), "padding rows are zero"
         return out[: len(rows) * num_new].view(len(rows), num_new, -1)
 
 
 def naive(one: Sequence, row: int, visible: list[int]) -> torch.Tensor:
-    """[H * D] in float64: softmax over the visible positions for query `row`."""
-    group = HEADS // KV_HEADS
+    """[H * value_dim] in float64: softmax over the visible positions for query `row`."""
+    group = HEADS // one.shape.num_kv_heads
     k = one.k[visible].double().repeat_interleave(group, 1)
     v = one.v[visible].double().repeat_interleave(group, 1)
-    scores = torch.einsum("hd,lhd->hl", one.q[row].double(), k) / math.sqrt(DIM)
+    scores = torch.einsum("hd,lhd->hl", one.q[row].double(), k) * one.shape.scale
     return torch.einsum("hl,lhd->hd", scores.softmax(-1), v).flatten()
 
 
+@each_shape
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
-def test_causal_rows_equal_naive_attention(page_size: int) -> None:
+def test_causal_rows_equal_naive_attention(page_size: int, shape: AttentionShape) -> None:
     """Fault: wrong visibility at page and block edges; scattered pages, poisoned neighbours."""
-    sequences = [sequence(600, s, torch.float32) for s in range(3)]
+    sequences = [sequence(600, s, torch.float32, shape) for s in range(3)]
     paged = Paged(sequences, page_size, 600)
     prefix = [0, BLOCK - 2, 530]
     for row, length in enumerate(prefix):
@@ -137,12 +148,13 @@ def test_causal_rows_equal_naive_attention(page_size: int) -> None:
             assert torch.allclose(out[row, n].double(), expected, atol=2e-5)
 
 
+@each_shape
 @pytest.mark.parametrize("count", [6, 33, 64])
-def test_tree_rows_see_prefix_and_ancestors(count: int) -> None:
+def test_tree_rows_see_prefix_and_ancestors(count: int, shape: AttentionShape) -> None:
     """Fault: stale mask, siblings visible to each other; up to bit 63 of the mask."""
     rng = random.Random(count)
     prefix = [BLOCK - 20, 3]
-    sequences = [sequence(BLOCK + 80, s, torch.float32) for s in range(2)]
+    sequences = [sequence(BLOCK + 80, s, torch.float32, shape) for s in range(2)]
     paged = Paged(sequences, 16, BLOCK + 80)
     paths: list[list[set[int]]] = []
     for row, length in enumerate(prefix):
@@ -175,16 +187,19 @@ def test_a_tail_is_written_in_levels() -> None:
         assert torch.allclose(out[0, n].double(), expected, atol=2e-5)
 
 
+@each_shape
 @pytest.mark.parametrize("dtype", MODEL_TYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_bits_do_not_depend_on_company(dtype: torch.dtype, threads: int) -> None:
+def test_bits_do_not_depend_on_company(
+    dtype: torch.dtype, threads: int, shape: AttentionShape
+) -> None:
     """Fault: verify arithmetic that depends on the number of rows (v#54506).
 
     A row alone, in runs of 1..33 new rows, under loose bounds, beside other requests, with padding
     rows, causal or by mask, on any number of threads: the same bits.
     """
     length = 2 * BLOCK + 40
-    sequences = [sequence(length, s, dtype) for s in range(8)]
+    sequences = [sequence(length, s, dtype, shape) for s in range(8)]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -212,22 +227,25 @@ def test_bits_do_not_depend_on_company(dtype: torch.dtype, threads: int) -> None
         torch.set_num_threads(before)
 
 
+@each_shape
 @pytest.mark.parametrize("dtype", MODEL_TYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_node_of_a_tree_has_the_bits_of_its_path(dtype: torch.dtype, threads: int) -> None:
+def test_a_node_of_a_tree_has_the_bits_of_its_path(
+    dtype: torch.dtype, threads: int, shape: AttentionShape
+) -> None:
     """Fault: trees that are almost lossless. A path spread among other nodes, across the edges of
     blocks, reads bit for bit as if it stood in the text alone.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     length = 3 * BLOCK + 80
-    one, other = (sequence(length, s, dtype) for s in range(2))
+    one = sequence(length, 0, dtype, shape)
     rng = random.Random(threads)
     try:
         for start in (3, BLOCK - 9, BLOCK - 1, 2 * BLOCK - 30, 2 * BLOCK + 1, 3 * BLOCK - 2):
             for count in (4, 16, 64):
                 path = [0, *sorted(rng.sample(range(1, count), 3))]
-                mixed = Sequence(q=other.q.clone(), k=other.k.clone(), v=other.v.clone())
+                mixed = sequence(length, 1, dtype, shape)
                 for part, whole in ((mixed.q, one.q), (mixed.k, one.k), (mixed.v, one.v)):
                     part[:start] = whole[:start]
                     for depth, node in enumerate(path):
@@ -245,9 +263,10 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(dtype: torch.dtype, threads: 
         torch.set_num_threads(before)
 
 
-def test_page_size_does_not_change_bits() -> None:
+@each_shape
+def test_page_size_does_not_change_bits(shape: AttentionShape) -> None:
     """Fault: results that depend on the memory layout."""
-    one = sequence(400, 0, torch.float32)
+    one = sequence(400, 0, torch.float32, shape)
     results = []
     for page_size in (1, 7, 16, 48, 64, 512):
         paged = Paged([one], page_size, 400)

@@ -118,7 +118,9 @@ def test_teacher_is_the_target_at_the_position_before(target: Decoder, tmp_path:
     batch = one_pass(text, len(tokens), 3)
     teacher = teach(target, module, batch, chunk=100)
     docs = Documents.of((len(tokens),), CPU, "loop")
-    hidden = target(batch.tokens, batch.positions, DenseCausal(docs))
+    hidden = target(
+        batch.tokens, batch.positions, DenseCausal(docs, target.config.attention_shape())
+    )
     logits = target.logits(hidden)
     assert batch.predicted.tolist() == list(range(4, len(tokens))), "skip = steps + 1 tokens"
     for m, row in enumerate(batch.predicted.tolist()):
@@ -136,7 +138,8 @@ def test_loss_pairs_row_t_with_token_t_plus_two(target: Decoder, tmp_path: Path)
     batch = one_pass(text, 96, steps)
     teacher = teach(target, module, batch, chunk=4)
     outcome = training_time_test(module, batch, teacher, steps=steps, decay=0.5, chunk=4)
-    attend, hidden = TrainingTimeTest(batch.docs), module.fuse(teacher.aux)
+    attend = TrainingTimeTest(batch.docs, module.config.attention_shape())
+    hidden = module.fuse(teacher.aux)
     total = torch.zeros(())
     for step in range(steps):
         shifted = torch.cat((batch.tokens[1 + step :], batch.tokens[: 1 + step]))

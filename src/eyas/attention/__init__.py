@@ -47,8 +47,8 @@ class PagedAttention(Protocol):
 
 def paged_attention(pool: KVPool) -> PagedAttention:
     """The backend for a pool: Triton on a GPU where the head dim suits it, else the reference."""
-    dim = pool.k.shape[-1]
-    if pool.k.device.type == "cuda" and dim >= 16 and dim & (dim - 1) == 0:
+    dim, plain = pool.shape.key_dim, pool.shape.key_dim == pool.shape.value_dim
+    if pool.k.device.type == "cuda" and plain and dim >= 16 and dim & (dim - 1) == 0:
         from eyas.attention.triton import TritonAttention
 
         return TritonAttention(pool)

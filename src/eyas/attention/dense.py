@@ -1,8 +1,9 @@
 """Attention over whole documents laid side by side: training, without a cache.
 
 A pass is T flat rows; documents are runs of them, and no row sees another document. Layer rows
-past T are padding. `flash` runs torch's variable-length flash attention (CUDA, 16-bit); `loop`
-takes one document after the other in plain torch on any device and is the oracle.
+past T are padding. `flash` runs torch's variable-length flash attention (CUDA, 16-bit), where the
+heads are of a size it takes; `loop` takes one document after the other in plain torch on any device
+and is the oracle. Values may be narrower than keys, as in latent attention.
 
 Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): at step s row i attends to the step-0
 keys j <= i of its document and to its own keys of steps 1..s. The causal part and the own keys
@@ -17,11 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from eyas.attention.rope import Rope, rotate
+from eyas.model_config import AttentionShape
 
 BACKENDS = ("flash", "loop")
+FLASH_HEADS = range(8, 257, 8)
+"""Head sizes that torch's flash attention takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +62,20 @@ class Documents:
 
 
 def causal_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, docs: Documents
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, docs: Documents, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within documents.
 
-    q, k, v [T, H, D] of one dtype. Returns the output [T, H, D] and the log-sum-exp of the scaled
-    scores, float32 [H, T].
+    q, k [T, H, D] and v [T, H, Dv] of one dtype, Dv <= D. Returns the output [T, H, Dv] and the
+    log-sum-exp of the scores times `scale`, float32 [H, T].
     """
-    scale = q.shape[-1] ** -0.5
-    if docs.backend == "flash":
+    if _by_flash(docs, q):
+        narrow, wide = v.shape[-1], q.shape[-1]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *docs.flash_args(), 0.0, True, False, scale=scale
+            q, k, _widen(v, wide), *docs.flash_args(), 0.0, True, False, scale=scale
         )
         assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}"
-        return out, lse
+        return out[..., :narrow], lse
     outs, lses = [], []
     parts = (x.transpose(0, 1).split(docs.lengths, dim=1) for x in (q, k, v))
     for qd, kd, vd in zip(*parts, strict=True):
@@ -87,22 +92,24 @@ def causal_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     docs: Documents,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v [T, H, D] for probabilities exp(scores - lse).
+    """Gradients of q, k [T, H, D] and v [T, H, Dv] for probabilities exp(scores - lse).
 
-    `grad` and `out` [T, H, D] and `lse` [H, T] may be those of an attention with further keys:
+    `grad` and `out` [T, H, Dv] and `lse` [H, T] may be those of an attention with further keys:
     the result is then the causal keys' share of its gradient.
     """
     q, k, v = qkv
-    scale = q.shape[-1] ** -0.5
-    if docs.backend == "flash":
+    if _by_flash(docs, q):
+        narrow = v.shape[-1]
+        grad, v, out = (_widen(x, q.shape[-1]) for x in (grad, v, out))
         # Without dropout the kernel draws nothing: any generator state of the right type will do.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, lse, *docs.flash_args(), 0.0, True, state, unused, scale=scale
         )
-        return dq, dk, dv
+        return dq, dk, dv[..., :narrow]
     delta = (grad.float() * out.float()).sum(-1).transpose(0, 1)
     heads = [x.transpose(0, 1).split(docs.lengths, dim=1) for x in (q, k, v, grad)]
     rows = [x.split(docs.lengths, dim=1) for x in (lse, delta)]
@@ -116,6 +123,16 @@ def causal_backward(
     return dq, dk, dv
 
 
+def _by_flash(docs: Documents, q: torch.Tensor) -> bool:
+    """Whether flash attention runs for heads like those of q [T, H, D]."""
+    return docs.backend == "flash" and q.shape[-1] in FLASH_HEADS
+
+
+def _widen(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Heads `x[T, H, n]` with zeros appended up to `size`: they change no score and no value."""
+    return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
+
+
 def _causal_scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """Scaled scores float32 [H, L, L] of one document's q, k [H, L, D], later keys at -inf."""
     scores = (q.float() @ k.float().mT) * scale
@@ -126,8 +143,8 @@ def _causal_scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tens
 class DenseCausal:
     """`Attend` of a target over whole documents; keeps nothing, no gradient through `flash`."""
 
-    def __init__(self, docs: Documents) -> None:
-        self.docs = docs
+    def __init__(self, docs: Documents, shape: AttentionShape) -> None:
+        self.docs, self.shape = docs, shape
 
     def __call__(
         self,
@@ -137,12 +154,12 @@ class DenseCausal:
         v: torch.Tensor,
         rope: Rope | None = None,
     ) -> torch.Tensor:
-        """Attend causally within documents; see `eyas.layers.basic.Attend`."""
+        """Attend causally within documents; see `eyas.attention.Attend`."""
         rows, padded = self.docs.num_rows, q.shape[0]
         groups = q.shape[1] // k.shape[1]
         q, k, v = (x[:rows].to(v.dtype) for x in (rotate(q, rope), rotate(k, rope), v))
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        out, _ = causal_forward(q, k, v, self.docs)
+        out, _ = causal_forward(q, k, v, self.docs, self.shape.scale)
         return _pad(out.flatten(1), padded)
 
 
@@ -153,8 +170,8 @@ class TrainingTimeTest:
     in all of them.
     """
 
-    def __init__(self, docs: Documents) -> None:
-        self.docs = docs
+    def __init__(self, docs: Documents, shape: AttentionShape) -> None:
+        self.docs, self.shape = docs, shape
         self.kept: list[torch.Tensor] = []
 
     def __call__(
@@ -174,7 +191,7 @@ class TrainingTimeTest:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         self.kept += (k, v)
         apply: Callable[..., torch.Tensor] = _Merged.apply
-        out = apply(self.docs, q, *self.kept)
+        out = apply(self.docs, self.shape.scale, q, *self.kept)
         return _pad(out.flatten(1), padded)
 
 
@@ -191,23 +208,27 @@ class _Merged(torch.autograd.Function):
     def forward(
         ctx: Any,
         docs: Documents,
+        scale: float,
         q: torch.Tensor,
         k0: torch.Tensor,
         v0: torch.Tensor,
         *own: torch.Tensor,
     ) -> torch.Tensor:
-        """q, k0, v0 [T, H, D]; `own` is k1, v1, k2, v2, ... of [T, Hkv, D]. Returns [T, H, D]."""
-        out, lse = causal_forward(q, k0, v0, docs)
+        """q, k0 [T, H, D] and v0 [T, H, Dv]; `own` is k1, v1, k2, v2, ... of Hkv heads each.
+
+        Returns [T, H, Dv].
+        """
+        out, lse = causal_forward(q, k0, v0, docs, scale)
         if own:
             keys, values = own[::2], own[1::2]
-            scores = _own_scores(q, keys)
+            scores = _own_scores(q, keys, scale)
             total = torch.logaddexp(lse.T, scores.logsumexp(-1))
             merged = _grouped(out * (lse.T - total).exp().unsqueeze(-1), values[0])
             shares = _grouped((scores - total.unsqueeze(-1)).exp(), values[0])
             for j, value in enumerate(values):
                 merged = merged.addcmul(shares[..., j : j + 1], value.unsqueeze(2))
             out, lse = merged.flatten(1, 2).to(q.dtype), total.T.contiguous()
-        ctx.docs = docs
+        ctx.docs, ctx.scale = docs, scale
         ctx.save_for_backward(out, lse, q, k0, v0, *own)
         return out
 
@@ -217,12 +238,11 @@ class _Merged(torch.autograd.Function):
         """Gradients of q, k0, v0 and the own keys and values, each in its input's dtype."""
         out, lse, q, k0, v0, *own = ctx.saved_tensors
         grad = grad.contiguous()
-        dq0, dk0, dv0 = causal_backward(grad, (q, k0, v0), out, lse, ctx.docs)
+        dq0, dk0, dv0 = causal_backward(grad, (q, k0, v0), out, lse, ctx.docs, ctx.scale)
         if not own:
-            return None, dq0, dk0, dv0
-        scale = q.shape[-1] ** -0.5
+            return None, None, dq0, dk0, dv0
         keys, values = own[::2], own[1::2]
-        shares = _grouped((_own_scores(q, keys) - lse.T.unsqueeze(-1)).exp(), keys[0])
+        shares = _grouped((_own_scores(q, keys, ctx.scale) - lse.T.unsqueeze(-1)).exp(), keys[0])
         wide, query = _grouped(grad.float(), keys[0]), _grouped(q.float(), keys[0])
         dq = _grouped(dq0.float(), keys[0])
         delta = (wide * _grouped(out, keys[0])).sum(-1)
@@ -230,10 +250,10 @@ class _Merged(torch.autograd.Function):
         for j, (key, value) in enumerate(zip(keys, values, strict=True)):
             share = shares[..., j : j + 1]
             gain = (wide * value.unsqueeze(2)).sum(-1) - delta
-            dscore = share * gain.unsqueeze(-1) * scale
+            dscore = share * gain.unsqueeze(-1) * ctx.scale
             dq = dq.addcmul(dscore, key.unsqueeze(2))
             down += ((dscore * query).sum(2).to(key.dtype), (share * wide).sum(2).to(key.dtype))
-        return None, dq.flatten(1, 2).to(q.dtype), dk0, dv0, *down
+        return None, None, dq.flatten(1, 2).to(q.dtype), dk0, dv0, *down
 
 
 def _grouped(x: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -241,7 +261,7 @@ def _grouped(x: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     return x.unflatten(1, (kv.shape[1], -1))
 
 
-def _own_scores(q: torch.Tensor, keys: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _own_scores(q: torch.Tensor, keys: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
     """Scaled scores float32 [T, H, S] of each row's query and its own S keys."""
-    query = _grouped(q.float() * q.shape[-1] ** -0.5, keys[0])
+    query = _grouped(q.float() * scale, keys[0])
     return torch.stack([(query * k.unsqueeze(2)).sum(-1).flatten(1) for k in keys], dim=-1)

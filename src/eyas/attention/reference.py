@@ -123,23 +123,23 @@ class _Work:
     """Working memory of a pass, and views of the part that rows use; R is padded to the tile."""
 
     grouped: tuple[int, ...]
-    """(B, N, Hkv, G, D)"""
+    """(B, N, Hkv, G, key_dim)"""
     queries: torch.Tensor
-    """[Hkv * B, R, D]"""
+    """[Hkv * B, R, key_dim]"""
     used_queries: torch.Tensor
-    """[Hkv, B, N, G, D]"""
+    """[Hkv, B, N, G, key_dim]"""
     scores: torch.Tensor
     """float32[Hkv * B, R, L]"""
     used_scores: torch.Tensor
     """[Hkv, B, N, G, L]"""
     sums: torch.Tensor
-    """float32[Hkv * B, R, D]"""
+    """float32[Hkv * B, R, value_dim]"""
     used_sums: torch.Tensor
-    """[B, N, Hkv, G, D]"""
+    """[B, N, Hkv, G, value_dim]"""
     out: torch.Tensor
-    """[T', H * D]"""
+    """[T', H * value_dim]"""
     used_out: torch.Tensor
-    """[B, N, Hkv, G, D]"""
+    """[B, N, Hkv, G, value_dim]"""
     own: torch.Tensor
     """float32[Hkv * B, R, window]: a tree's weights of one block."""
 
@@ -158,14 +158,18 @@ class ReferencePass:
         """`rows` int64[T] to write, `pages` int64[B, n] to read, `mask` f32[B, N, 1, L]."""
         self.pool, self.rows, self.mask, self._gaps = pool, rows, mask, gaps
         self._pages = pool.page_rows(pages.flatten())
-        num_kv_heads, dim = pool.k.shape[1], pool.k.shape[3]
-        self._batch = (num_kv_heads, pages.shape[0])
+        shape = pool.shape
+        self._batch = (shape.num_kv_heads, pages.shape[0])
         self._length = mask.shape[-1]
-        shape = (num_kv_heads * pages.numel(), pool.page_size * dim)
-        self._pages_k, self._pages_v = pool.k.new_empty(shape), pool.v.new_empty(shape)
-        flat = (num_kv_heads * pages.shape[0], self._length, dim)
-        self._keys = self._pages_k.view(flat).transpose(1, 2)
-        self._values = self._pages_v.view(flat)
+        count, flat = shape.num_kv_heads * pages.numel(), (math.prod(self._batch), self._length)
+        self._pages_k = pool.k.new_empty(count, pool.page_size * shape.key_dim)
+        keys = self._pages_k.view(*flat, shape.key_dim)
+        self._keys = keys.transpose(1, 2)
+        if shape.latent:
+            self._pages_v, self._values = self._pages_k, keys[..., : shape.value_dim]
+        else:
+            self._pages_v = pool.v.new_empty(count, pool.page_size * shape.value_dim)
+            self._values = self._pages_v.view(*flat, shape.value_dim)
         self._work: _Work | None = None
 
     def __call__(
@@ -197,30 +201,30 @@ class ReferencePass:
         return work.out
 
     def _allocate(self, q: torch.Tensor, v: torch.Tensor) -> _Work:
-        """Working memory for rows like q [T', H, D] and v; padding rows stay zero."""
+        """Working memory for rows like q [T', H, key_dim] and v; padding rows stay zero."""
         num_requests, num_new = self.mask.shape[:2]
-        num_kv_heads, dim, heads = self._batch[0], q.shape[-1], q.shape[1]
+        num_kv_heads, heads, dim, wide = self._batch[0], *q.shape[1:], self._values.shape[-1]
         group = heads // num_kv_heads
         rows, flat = num_new * group, num_kv_heads * num_requests
         missing = -rows % ROW_TILE
-        queries = self._values.new_zeros(flat, rows + missing, dim)
+        queries = self._keys.new_zeros(flat, rows + missing, dim)
         scores = torch.empty(flat, rows + missing, self._length, device=q.device)
-        sums = torch.empty(flat, rows + missing, dim, device=q.device)
-        out = v.new_zeros(q.shape[0], heads * dim)
+        sums = torch.empty(flat, rows + missing, wide, device=q.device)
+        out = v.new_zeros(q.shape[0], heads * wide)
         if self._gaps is not None:
             self._gaps = self._gaps.repeat(group, missing)
         shape = (num_kv_heads, num_requests, num_new, group)
-        grouped = (num_requests, num_new, num_kv_heads, group, dim)
+        grouped = (num_requests, num_new, num_kv_heads, group)
         return _Work(
-            grouped=grouped,
+            grouped=(*grouped, dim),
             queries=queries,
             used_queries=queries[:, :rows].view(*shape, dim),
             scores=scores,
             used_scores=scores[:, :rows].view(*shape, self._length),
             sums=sums,
-            used_sums=sums[:, :rows].view(*shape, dim).permute(1, 2, 0, 3, 4),
+            used_sums=sums[:, :rows].view(*shape, wide).permute(1, 2, 0, 3, 4),
             out=out,
-            used_out=out[: num_requests * num_new].view(grouped),
+            used_out=out[: num_requests * num_new].view(*grouped, wide),
             own=scores.new_empty(*scores.shape[:2], BLOCK + MAX_NODES),
         )
 

@@ -1,6 +1,6 @@
 """Rotary embedding of heads, as attention backends apply it to the queries and keys they are given.
 
-Half-split (neox) order; the tables come from `eyas.layers.basic.Rotary`. It is the reference of
+Half-split (neox) order; the tables come from `eyas.layers.rotary.Rotary`. It is the reference of
 kernels that rotate on the way.
 """
 

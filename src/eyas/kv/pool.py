@@ -98,8 +98,11 @@ class KVPool:
     def gather(
         self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Copy the pages of `page_rows` of `layer` into keys, values [Hkv * M, page_size * D]."""
-        for pooled, out in ((self.k, keys), (self.v, values)):
+        """Copy the pages of `page_rows` of `layer` into keys, values [Hkv * M, page_size * D].
+
+        Of a latent pool only the keys: they hold the values.
+        """
+        for pooled, out in zip(self._kept, (keys, values), strict=False):
             paged = pooled[layer].view(-1, self.page_size * pooled.shape[-1])
             torch.index_select(paged, 0, rows, out=out)
 

@@ -1,1 +1,1 @@
-"""Layers of decoders: linear, norm, rotary, gated MLP, attention around a backend."""
+"""Layers of decoders: linear, norm, rotary, gated MLP, attentions around a backend."""

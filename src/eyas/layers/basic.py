@@ -1,12 +1,10 @@
-"""RMSNorm, rotary embedding, gated MLP and self-attention around a backend.
+"""RMSNorm, gated MLP and self-attention around a backend.
 
 Self-attention does not know how keys and values are kept: it hands queries, keys, values and the
 rotary tables to the `Attend` of the pass (paged cache, dense training batch, ...).
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +14,6 @@ from eyas.attention import Attend
 from eyas.attention.rope import Rope
 from eyas.distributed.group import SOLO, Group
 from eyas.layers.linear import ColumnParallel, Places, RowParallel, share_of
-from eyas.model_config import RopeConfig
 
 
 class RMSNorm(nn.Module):
@@ -30,39 +27,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., size] -> [..., size]`, same dtype."""
         return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Inverse frequencies, float32 [head_dim / 2]; llama3 scaling as in Llama 3.1's reference."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    freqs = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        return freqs / rope.factor
-    if rope.kind == "llama3":
-        wavelength = 2 * math.pi / freqs
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        blend = (rope.original_max_position / wavelength - low) / (high - low)
-        blend = blend.clamp(0.0, 1.0)
-        return (1 - blend) * freqs / rope.factor + blend * freqs
-    return freqs
-
-
-class Rotary(nn.Module):
-    """Half-split rotary tables; `forward(positions)` gathers the rows a pass needs."""
-
-    table: torch.Tensor
-
-    def __init__(self, rope: RopeConfig, head_dim: int, max_position: int) -> None:
-        super().__init__()
-        angles = torch.outer(torch.arange(max_position).float(), rope_frequencies(rope, head_dim))
-        cos, sin = angles.cos(), angles.sin()
-        table = torch.cat((cos, cos, -sin, sin), dim=-1)
-        self.register_buffer("table", table, persistent=False)
-
-    def forward(self, positions: torch.Tensor) -> Rope:
-        """Cosines and signed sines, float32 [..., 1, D] each, of `positions` int64[...]."""
-        cos, sin = self.table[positions].unsqueeze(-2).chunk(2, dim=-1)
-        return cos, sin
 
 
 class GatedMLP(nn.Module):

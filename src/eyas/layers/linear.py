@@ -65,10 +65,17 @@ class Place:
     dim: int = 0
     start: int = 0
     """Along `dim` this rank takes indices from `start` on, as many as `into` holds."""
+    order: torch.Tensor | None = None
+    """int64: row i of `into` is row `order[i]` of the rank's part; None: rows keep their order."""
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole `tensor`."""
-        return tensor.narrow(self.dim, self.start, self.into.shape[self.dim])
+        """This rank's part of the whole `tensor`, as `into` keeps it."""
+        part = tensor.narrow(self.dim, self.start, self.into.shape[self.dim])
+        return part if self.order is None else part[self.order]
+
+    def give(self) -> torch.Tensor:
+        """What `into` holds, as the checkpoint keeps it: the inverse of `take`."""
+        return self.into if self.order is None else self.into[self.order.argsort()]
 
 
 Places = dict[str, Place]

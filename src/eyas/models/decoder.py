@@ -15,7 +15,7 @@ from eyas.attention import Attend
 from eyas.attention.rope import Rope
 from eyas.config import SPARE_POSITIONS
 from eyas.distributed.group import SOLO, Group
-from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, SelfAttention
+from eyas.layers.basic import GatedMLP, RMSNorm, SelfAttention
 from eyas.layers.linear import (
     ANY_ROWS,
     ColumnParallel,
@@ -25,7 +25,9 @@ from eyas.layers.linear import (
     pad_rows,
     whole,
 )
+from eyas.layers.mla import MLA
 from eyas.layers.moe import RoutedMLP
+from eyas.layers.rotary import Rotary
 from eyas.model_config import ModelConfig
 
 
@@ -54,8 +56,13 @@ class Block(nn.Module):
         return places | self.attention.places() | self.mlp.places()
 
 
-def attention_layer(config: ModelConfig, layer: int, prefix: str, group: Group) -> SelfAttention:
+def attention_layer(
+    config: ModelConfig, layer: int, prefix: str, group: Group
+) -> SelfAttention | MLA:
     """The attention that `config` asks for in `layer`."""
+    if config.mla is not None:
+        hidden = config.hidden_size
+        return MLA(layer, prefix, hidden, hidden, config.num_heads, config.mla, group)
     return SelfAttention(
         layer,
         prefix,
@@ -89,8 +96,7 @@ class Decoder(nn.Module):
         self.embed = Embedding(vocab, hidden, group)
         self.blocks = nn.ModuleList(Block(config, i, group) for i in range(config.num_layers))
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
-        rope_dim = config.mla.rope_dim if config.mla else config.head_dim
-        self.rotary = Rotary(config.rope, rope_dim, config.max_position + SPARE_POSITIONS)
+        self.rotary = Rotary(config.rope, config.rope_dim, config.max_position + SPARE_POSITIONS)
         self.head = ColumnParallel({f"{config.prefix}lm_head": vocab}, hidden, group=group)
         if config.tie_word_embeddings:
             self.head.weight = self.embed.weight

@@ -1,6 +1,6 @@
 """EAGLE-3 drafter network, shared by engine and trainer.
 
-One Llama-style layer whose attention reads the token embedding beside a hidden state: the fused
+One layer whose attention reads the token embedding beside a hidden state: the fused
 target states in the first step, its own output afterwards. Architecture: arXiv 2503.01840,
 section 3; the switches are those of speculators and vLLM (`norm_output`, `fc_norm`,
 `norm_before_residual`). It knows neither caches nor trees.
@@ -16,7 +16,7 @@ from torch import nn
 
 from eyas.attention import Attend
 from eyas.config import SPARE_POSITIONS
-from eyas.layers.basic import GatedMLP, RMSNorm, Rotary, SelfAttention
+from eyas.layers.basic import GatedMLP, RMSNorm, SelfAttention
 from eyas.layers.linear import (
     ANY_ROWS,
     Embedding,
@@ -27,6 +27,8 @@ from eyas.layers.linear import (
     pad_rows,
     whole,
 )
+from eyas.layers.mla import MLA
+from eyas.layers.rotary import Rotary
 from eyas.model_config import DrafterConfig
 
 
@@ -44,7 +46,6 @@ class Eagle3(nn.Module):
         self.config = config
         self.row_tile = row_tile
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         num_aux = len(config.aux_layers)
         self.embed = Embedding(config.vocab_size, hidden) if config.own_embedding else None
         self.fc_norms = nn.ModuleList(
@@ -53,12 +54,12 @@ class Eagle3(nn.Module):
         self.fc = Linear({"fc": hidden}, num_aux * config.target_hidden_size)
         self.input_norm = RMSNorm(hidden, eps)
         self.hidden_norm = RMSNorm(hidden, eps)
-        self.attention = SelfAttention(0, "midlayer.self_attn", 2 * hidden, hidden, heads)
+        self.attention = attention_layer(config)
         self.post_norm = RMSNorm(hidden, eps)
         self.mlp = GatedMLP(hidden, config.intermediate_size, "midlayer.mlp")
         self.norm = RMSNorm(hidden, eps)
         self.head = Linear({"lm_head": config.draft_vocab_size}, hidden)
-        self.rotary = Rotary(config.rope, config.head_dim, config.max_position + SPARE_POSITIONS)
+        self.rotary = Rotary(config.rope, config.rope_dim, config.max_position + SPARE_POSITIONS)
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
@@ -119,3 +120,12 @@ class Eagle3(nn.Module):
         for layer in (self.fc, self.attention, self.mlp, self.head):
             places |= layer.places()
         return places
+
+
+def attention_layer(config: DrafterConfig) -> SelfAttention | MLA:
+    """The draft layer's attention over [embedding, hidden state], 2 * E numbers a row."""
+    prefix, hidden = "midlayer.self_attn", config.hidden_size
+    if config.mla is not None:
+        return MLA(0, prefix, 2 * hidden, hidden, config.num_heads, config.mla)
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    return SelfAttention(0, prefix, 2 * hidden, hidden, heads)

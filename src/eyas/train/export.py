@@ -108,7 +108,7 @@ def drafter_tensors(module: Eagle3, dtype: torch.dtype) -> dict[str, torch.Tenso
     With d2t int64[Vd], offsets from draft id to target id, and t2d bool[V], the kept target ids.
     """
     tensors = {
-        name: place.into.to("cpu", dtype).contiguous().clone()
+        name: place.give().to("cpu", dtype).contiguous().clone()
         for name, place in module.places().items()
     }
     ids = module.target_ids.cpu()
@@ -152,13 +152,22 @@ def _layer_settings(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
-    scaling = {"rope_type": rope.kind, "factor": rope.factor}
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind == "llama3":
         scaling |= {
             "low_freq_factor": rope.low_freq_factor,
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_max_position,
         }
+    if rope.kind == "yarn":
+        scaling |= {
+            "original_max_position_embeddings": rope.original_max_position,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "truncate": rope.truncate,
+        }
+        given = ("mscale", "mscale_all_dim", "attention_factor")
+        scaling |= {name: getattr(rope, name) for name in given if getattr(rope, name)}
     return scaling
 
 

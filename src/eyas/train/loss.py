@@ -45,7 +45,7 @@ def teach(target: Decoder, drafter: Eagle3, batch: Pass, chunk: int) -> Teacher:
     aux = weight.new_empty(
         batch.tokens.shape[0], len(config.aux_layers) * config.target_hidden_size
     )
-    attend = DenseCausal(batch.docs)
+    attend = DenseCausal(batch.docs, target.config.attention_shape())
     hidden = target(batch.tokens, batch.positions, attend, aux, config.aux_layers)
     ids = drafter.target_ids
     draft_of = ids.new_full((target.config.vocab_size,), -1)
@@ -82,7 +82,7 @@ def training_time_test(
 
     The drafter and the teacher's states share one dtype (float32 or bfloat16).
     """
-    attend = TrainingTimeTest(batch.docs)
+    attend = TrainingTimeTest(batch.docs, drafter.config.attention_shape())
     counts = (teacher.best >= 0).float()
     row_weights = counts / counts.sum().clamp(min=1.0)
     hidden = drafter.fuse(teacher.aux)
