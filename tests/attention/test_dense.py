@@ -121,24 +121,22 @@ def test_training_time_test_equals_incremental_drafting() -> None:
     attend, hidden, seen = TrainingTimeTest(docs, CONFIG.attention_shape()), None, []
     for step in range(steps):
         hidden = module.fuse(aux) if hidden is None else hidden
-        x = module(embeds[step], hidden, positions + step, attend)
-        seen.append(x)
-        _, hidden = module.score(x)
+        _, hidden = module(embeds[step], hidden, positions + step, attend)
+        seen.append(hidden)
     start = 0
     for length in lengths:
         for anchor in range(length):
             prefix = slice(start, start + anchor + 1)
             growing = Growing(anchor + 1)
-            x = module(embeds[0, prefix], module.fuse(aux[prefix]), positions[prefix], growing)
+            _, x = module(embeds[0, prefix], module.fuse(aux[prefix]), positions[prefix], growing)
             for step in range(steps):
                 off = (seen[step][start + anchor] - x[-1]).norm() / x[-1].norm()
                 assert off < 3e-7 * (step + 1), (
                     f"step {step} of row {start + anchor} is off by {off:.1e}"
                 )
                 if step + 1 < steps:
-                    _, fed = module.score(x[-1:])
                     row = embeds[step + 1, start + anchor][None]
-                    x = module(row, fed, torch.tensor([anchor + step + 1]), growing)
+                    _, x = module(row, x[-1:], torch.tensor([anchor + step + 1]), growing)
         start += length
 
 

@@ -176,7 +176,7 @@ def test_verify_pass_over_a_random_tree(pair: Pair, count: int) -> None:
 def test_aux_states_are_the_boundaries(pair: Pair) -> None:
     """Fault: aux layer ids off by one (v#43671). Boundary i is the input of layer i.
 
-    transformers norms the last entry of `hidden_states`, so ours is normed before comparing.
+    transformers norms the last entry of `hidden_states`, and so does our output.
     """
     network, reference = pair
     tokens = prompt(33)
@@ -184,9 +184,9 @@ def test_aux_states_are_the_boundaries(pair: Pair) -> None:
         out = reference(torch.tensor([tokens]), output_hidden_states=True)
     states = out.hidden_states
     logits, hidden, aux = Paged(network, 16).forward(tokens, aux_layers=(4, 0, 2))
-    normed, embedded, middle = aux.chunk(3, dim=-1)
-    assert torch.equal(normed, hidden)
-    assert close(network.norm(normed), states[4][0])
+    last, embedded, middle = aux.chunk(3, dim=-1)
+    assert torch.equal(network.norm(last), hidden)
+    assert close(hidden, states[4][0])
     assert torch.equal(embedded, states[0][0])
     assert close(middle, states[2][0])
     plain, _, _ = Paged(network, 16).forward(tokens)

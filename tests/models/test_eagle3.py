@@ -31,11 +31,12 @@ def inputs(network: Eagle3, length: int = LENGTH) -> tuple[list[int], torch.Tens
 @torch.inference_mode()
 def run_ours(
     network: Eagle3, tokens: list[int], aux: torch.Tensor, embedding: torch.Tensor
-) -> torch.Tensor:
-    """Outputs of rows 0 .. n - 1 in one pass."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draft logits and fed-back states of rows 0 .. n - 1 in one pass."""
     table = embedding if network.embed is None else network.embed.weight
     embeds = table[torch.tensor(tokens[1:])]
-    return network(embeds, network.fuse(aux), torch.arange(len(aux)), causal_attend)
+    normed, fed_back = network(embeds, network.fuse(aux), torch.arange(len(aux)), causal_attend)
+    return network.score(normed), fed_back
 
 
 @pytest.mark.parametrize("switches", list(itertools.product((False, True), repeat=4)), ids=str)
@@ -44,12 +45,9 @@ def test_network_equals_its_plain_writing(switches: tuple[bool, ...]) -> None:
     changes: dict[str, Any] = dict(zip(SWITCHES, switches, strict=True))
     network = tiny_drafter(**changes)
     tokens, aux, embedding = inputs(network)
-    ours = run_ours(network, tokens, aux, embedding)
+    logits, fed_back = run_ours(network, tokens, aux, embedding)
     plain = PlainEagle3(network, embedding)
-    expected = plain.read(tokens, aux)
-    assert torch.allclose(ours[-1].double(), expected, atol=1e-4)
-    logits, fed_back = network.score(ours)
-    plain_logits, plain_fed_back = plain.score(expected)
+    plain_logits, plain_fed_back = plain.score(plain.read(tokens, aux))
     assert torch.allclose(logits[-1].double(), plain_logits, atol=1e-4)
     assert torch.allclose(fed_back[-1].double(), plain_fed_back, atol=1e-4)
 
@@ -71,22 +69,25 @@ def test_dimensions_are_honoured(changes: dict[str, Any]) -> None:
     """Fault: a width, base or number of captured layers taken for granted."""
     network = tiny_drafter(**changes)
     tokens, aux, embedding = inputs(network)
-    ours = run_ours(network, tokens, aux, embedding)
-    expected = PlainEagle3(network, embedding).read(tokens, aux)
-    assert torch.allclose(ours[-1].double(), expected, atol=1e-4)
+    logits, fed_back = run_ours(network, tokens, aux, embedding)
+    plain = PlainEagle3(network, embedding)
+    plain_logits, plain_fed_back = plain.score(plain.read(tokens, aux))
+    assert torch.allclose(logits[-1].double(), plain_logits, atol=1e-4)
+    assert torch.allclose(fed_back[-1].double(), plain_fed_back, atol=1e-4)
 
 
 def test_any_leading_rows_give_the_same_bits() -> None:
     """Fault: padding to the row tile leaks into results."""
     network = tiny_drafter()
     tokens, aux, embedding = inputs(network, 37)
-    full = run_ours(network, tokens, aux, embedding)
+    full, _ = run_ours(network, tokens, aux, embedding)
     for count in (1, 2, 3, 4, 5, 31, 36):
-        part = run_ours(network, tokens[: count + 1], aux[:count], embedding)
-        assert part.shape == (count, network.config.hidden_size)
+        part, fed_back = run_ours(network, tokens[: count + 1], aux[:count], embedding)
+        assert fed_back.shape == (count, network.config.hidden_size)
         assert torch.allclose(part, full[:count], atol=1e-5)
         assert torch.equal(network.fuse(aux[:count]), network.fuse(aux)[:count])
-        assert torch.equal(network.score(full[:count])[0], network.score(full)[0][:count])
+        normed = torch.randn(37, network.config.hidden_size)
+        assert torch.equal(network.score(normed[:count]), network.score(normed)[:count])
 
 
 def test_places_are_eagles() -> None:

@@ -143,8 +143,8 @@ def test_loss_pairs_row_t_with_token_t_plus_two(target: Decoder, tmp_path: Path)
     total = torch.zeros(())
     for step in range(steps):
         shifted = torch.cat((batch.tokens[1 + step :], batch.tokens[: 1 + step]))
-        x = module(target.embed(shifted), hidden, batch.positions + step, attend)
-        logits, hidden = module.score(x)
+        normed, hidden = module(target.embed(shifted), hidden, batch.positions + step, attend)
+        logits = module.score(normed)
         losses = []
         for m, row in enumerate(batch.predicted.tolist()):
             start = row - 2 - step

@@ -13,6 +13,7 @@ from torch import nn
 from eyas.attention import Attend
 from eyas.attention.rope import Rope
 from eyas.distributed.group import SOLO, Group
+from eyas.kernels.norm import add_rms_norm, rms_norm
 from eyas.layers.linear import ColumnParallel, Places, RowParallel, share_of
 
 
@@ -26,7 +27,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., size] -> [..., size]`, same dtype."""
-        return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`forward(x + delta)`, `x + delta`) of `[..., size]`, in one pass over them."""
+        return add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):

@@ -8,6 +8,8 @@ transformers' models of the same architectures.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -44,10 +46,15 @@ class Block(nn.Module):
         self.post_norm = RMSNorm(hidden, eps)
         self.mlp = feed_forward(config, layer, f"{prefix}.mlp", group)
 
-    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
-        """`[..., E] -> [..., E]`: the residual stream after this layer."""
-        x = x + self.attention(self.input_norm(x), rope, attend)
-        return x + self.mlp(self.post_norm(x))
+    def forward(
+        self, normed: torch.Tensor, x: torch.Tensor, rope: Rope, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Residual stream `x` [..., E] and `input_norm` of it -> the stream, what to add to it.
+
+        Who comes next adds, together with its own norm.
+        """
+        normed, x = self.post_norm.add(x, self.attention(normed, rope, attend))
+        return x, self.mlp(normed)
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""
@@ -109,35 +116,40 @@ class Decoder(nn.Module):
         aux: torch.Tensor | None = None,
         aux_layers: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        """Final hidden states before the last norm, [T, E], of `tokens` int64[T].
+        """Final hidden states behind the last norm, [T, E], of `tokens` int64[T].
 
         If given, `aux` [T, len(aux_layers) * E] receives the input of each layer in `aux_layers`
         (L: the output of the last), side by side.
         """
-        rows = tokens.shape[0]
+        rows, size = tokens.shape[0], self.config.hidden_size
+        norms = [*(block.input_norm for block in self._blocks()), self.norm]
         rope = self.rotary(pad_rows(positions, self.row_tile))
         x = pad_rows(self.embed(tokens), self.row_tile)
-        for boundary, block in enumerate([*self.blocks, None]):
+        normed = norms[0](x)
+        for boundary, norm in enumerate(norms):
+            if boundary > 0:
+                x, delta = self.blocks[boundary - 1](normed, x, rope, attend)
+                normed, x = norm.add(x, delta)
             if aux is not None and boundary in aux_layers:
-                place = aux_layers.index(boundary) * self.config.hidden_size
-                aux[:, place : place + self.config.hidden_size] = x[:rows]
-            if block is not None:
-                x = block(x, rope, attend)
-        return x[:rows]
+                place = aux_layers.index(boundary) * size
+                aux[:, place : place + size] = x[:rows]
+        return normed[:rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] in the model's dtype of hidden states [R, E] from `forward`."""
         rows = hidden.shape[0]
-        scores = self.head(self.norm(pad_rows(hidden, self.row_tile)))[:rows]
+        scores = self.head(pad_rows(hidden, self.row_tile))[:rows]
         return self.group.all_gather(scores)
+
+    def _blocks(self) -> list[Block]:
+        return [cast(Block, block) for block in self.blocks]
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this rank's network."""
         prefix = self.config.prefix
         places = {f"{prefix}model.embed_tokens.weight": self.embed.place()}
         places[f"{prefix}model.norm.weight"] = whole(self.norm.weight)
-        for block in self.blocks:
-            assert isinstance(block, Block)
+        for block in self._blocks():
             places |= block.places()
         if not self.config.tie_word_embeddings:
             places |= self.head.places()

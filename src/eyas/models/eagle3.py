@@ -16,6 +16,7 @@ from torch import nn
 
 from eyas.attention import Attend
 from eyas.config import SPARE_POSITIONS
+from eyas.kernels.norm import rms_norm_pair
 from eyas.layers.basic import GatedMLP, RMSNorm, SelfAttention
 from eyas.layers.linear import (
     ANY_ROWS,
@@ -75,25 +76,26 @@ class Eagle3(nn.Module):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attend: Attend,
-    ) -> torch.Tensor:
-        """Draft layer's residual stream [T, E] for `embeds` [T, E] of the tokens, `hidden` [T, E].
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft layer over `embeds` [T, E] of the tokens and `hidden` [T, E].
 
+        Returns its normed output [T, E], which `score` reads, and the state [T, E] to feed back.
         Any leading shape will do where `attend` takes it; rows are padded along the first.
         """
         rows = embeds.shape[0]
         embeds, hidden = pad_rows(embeds, self.row_tile), pad_rows(hidden, self.row_tile)
         rope = self.rotary(pad_rows(positions, self.row_tile))
-        normed = self.hidden_norm(hidden)
+        weights = (self.input_norm.weight, self.hidden_norm.weight)
+        both = rms_norm_pair(embeds, hidden, *weights, self.config.rms_norm_eps)
+        normed = both[..., embeds.shape[-1] :]
         x = normed if self.config.norm_before_residual else hidden
-        both = torch.cat((self.input_norm(embeds), normed), dim=-1)
-        x = x + self.attention(both, rope, attend)
-        return (x + self.mlp(self.post_norm(x)))[:rows]
+        normed, x = self.post_norm.add(x, self.attention(both, rope, attend))
+        normed, x = self.norm.add(x, self.mlp(normed))
+        return normed[:rows], (normed if self.config.norm_output else x)[:rows]
 
-    def score(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft logits [T, Vd] and the hidden state [T, E] to feed back, of `forward`'s output."""
-        normed = self.norm(x)
-        logits = self.head(pad_rows(normed, self.row_tile))[: x.shape[0]]
-        return logits, normed if self.config.norm_output else x
+    def score(self, normed: torch.Tensor) -> torch.Tensor:
+        """Draft logits [T, Vd] of `forward`'s normed output [T, E]."""
+        return self.head(pad_rows(normed, self.row_tile))[: normed.shape[0]]
 
     def rounded(self) -> Eagle3:
         """A copy that drafts with 8-bit weights, for a CPU in bfloat16."""

@@ -69,11 +69,11 @@ class Eagle3Drafter:
             num_new=count,
             max_kv_len=context.max_kv_len,
         )
-        hidden = self._forward(self.network, batch, self.network.fuse(committed.aux.flatten(0, 1)))
-        last = (committed.counts - 1)[:, None, None]
-        hidden = hidden.view(-1, count, hidden.shape[-1])
-        hidden = hidden.gather(1, last.expand(-1, 1, hidden.shape[-1]))[:, 0]
-        logits, fed_back = self._drafting(hidden.shape[0]).score(hidden)
+        fused = self.network.fuse(committed.aux.flatten(0, 1))
+        last = torch.arange(-1, fused.shape[0] - 1, count, device=fused.device) + committed.counts
+        states = self._forward(self.network, batch, fused)
+        normed, fed_back = (state.index_select(0, last) for state in states)
+        logits = self._drafting(normed.shape[0]).score(normed)
         self.growth.start(context, committed.counts, logits, fed_back)
 
     def _draft(
@@ -81,12 +81,16 @@ class Eagle3Drafter:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DraftPass`."""
         network = self._drafting(batch.tokens.shape[0])
-        return network.score(self._forward(network, batch, fed_back))
+        normed, fed_back = self._forward(network, batch, fed_back)
+        return network.score(normed), fed_back
 
     def _drafting(self, rows: int) -> Eagle3:
         """The network that drafts `rows` rows faster."""
         return self.network if self.quick is None or rows > QUICK_ROWS else self.quick
 
-    def _forward(self, network: Eagle3, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, network: Eagle3, batch: ForwardBatch, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Eagle3.forward`."""
         embeds = self.embedding(batch.tokens)
         return network(embeds, hidden, batch.positions, self.attention.begin(batch))

@@ -89,15 +89,13 @@ def training_time_test(
     losses, hits = [], []
     for step in range(steps):
         embeds = teacher.embeds.roll(-1 - step, 0)
-        x = drafter(embeds, hidden, batch.positions + step, attend)
-        normed = drafter.norm(x)
+        normed, hidden = drafter(embeds, hidden, batch.positions + step, attend)
         rows = normed.index_select(0, batch.predicted - (2 + step))
         loss, guess = soft_cross_entropy(
             rows, drafter.head.weight, teacher.probs, row_weights, chunk
         )
         losses.append(loss)
         hits.append(guess == teacher.best)
-        hidden = normed if drafter.config.norm_output else x
     stacked = torch.stack(losses)
     weights = decay ** torch.arange(steps, device=stacked.device, dtype=torch.float32)
     return Outcome(loss=stacked @ weights, step_losses=stacked.detach(), hits=torch.stack(hits))

@@ -1,0 +1,42 @@
+"""Triton where it is installed, and when its kernels run.
+
+Kernel files take `triton` and `tl` from here, so that a machine without Triton can import them: it
+runs their torch references. Nothing here knows an operation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+
+    class _NoTriton:
+        """Decorators that leave kernels uncompiled; nobody launches them here."""
+
+        def jit(self, function: Any) -> Any:
+            """`function` as it is."""
+            return function
+
+    triton, tl = _NoTriton(), None
+
+__all__ = ["block_of", "runs_kernels", "tl", "triton", "warps_of"]
+
+
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Whether an operation on `x` launches its kernel: on a GPU, and where no gradient is asked."""
+    return x.is_cuda and not torch.is_grad_enabled()
+
+
+def block_of(size: int) -> int:
+    """The power of two that covers `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def warps_of(block: int) -> int:
+    """Warps for a program that reduces one row of `block` numbers."""
+    return min(max(block // 512, 1), 16)

@@ -1,0 +1,210 @@
+"""RMSNorm of rows, with the residual add before it and with two halves side by side.
+
+Llama's arithmetic: statistics in float32, cast to the rows' dtype, then times the weight. One
+program a row, whose sum runs over the same lanes whatever the number of rows: a row's bits are
+those it has alone. The functions without a suffix take the torch reference where
+`runs_kernels` says so, and one launch elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from eyas.kernels.lang import block_of, runs_kernels, tl, triton, warps_of
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `rms_norm`."""
+    return F.rms_norm(x, weight.shape, None, eps) * weight
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `add_rms_norm`."""
+    total = x + delta
+    return rms_norm_reference(total, weight, eps), total
+
+
+def rms_norm_pair_reference(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_weight: torch.Tensor,
+    right_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """See `rms_norm_pair`."""
+    halves = (
+        rms_norm_reference(left, left_weight, eps),
+        rms_norm_reference(right, right_weight, eps),
+    )
+    return torch.cat(halves, dim=-1)
+
+
+@triton.jit
+def _row(x, w_ptr, columns, inside, size, eps, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row of float32 numbers, normed and weighted."""
+    scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    weight = tl.load(w_ptr + columns, inside, 0.0).to(tl.float32)
+    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype)
+
+
+@triton.jit
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    delta_ptr,
+    w_ptr,
+    out_ptr,
+    total_ptr,
+    x_stride,
+    delta_stride,
+    size,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row): the row, plus `delta` if ADD, normed."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    dtype = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * x_stride + columns, inside, 0.0).to(tl.float32)
+    if ADD:
+        delta = tl.load(delta_ptr + row * delta_stride + columns, inside, 0.0).to(tl.float32)
+        total = (x + delta).to(dtype)
+        tl.store(total_ptr + row * size + columns, total, inside)
+        x = total.to(tl.float32)
+    y = _row(x, w_ptr, columns, inside, size, eps, dtype)
+    tl.store(out_ptr + row * size + columns, y, inside)
+
+
+@triton.jit
+def _pair_kernel(  # type: ignore[no-untyped-def]
+    left_ptr,
+    right_ptr,
+    left_w_ptr,
+    right_w_ptr,
+    out_ptr,
+    left_stride,
+    right_stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, half): that half of the row, normed."""
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    x_ptr, w_ptr = left_ptr + row * left_stride, left_w_ptr
+    if half == 1:
+        x_ptr, w_ptr = right_ptr + row * right_stride, right_w_ptr
+    x = tl.load(x_ptr + columns, inside, 0.0).to(tl.float32)
+    y = _row(x, w_ptr, columns, inside, size, eps, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (row * 2 + half) * size + columns, y, inside)
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `rms_norm`."""
+    rows, size = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    block = block_of(size)
+    _norm_kernel[(rows.shape[0],)](
+        rows,
+        rows,
+        weight,
+        out,
+        out,
+        rows.stride(0),
+        rows.stride(0),
+        size,
+        eps,
+        ADD=False,
+        BLOCK=block,
+        num_warps=warps_of(block),
+    )
+    return out.view(x.shape)
+
+
+def add_rms_norm_triton(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `add_rms_norm`."""
+    size = x.shape[-1]
+    rows, more = x.reshape(-1, size), delta.reshape(-1, size)
+    out, total = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    block = block_of(size)
+    _norm_kernel[(rows.shape[0],)](
+        rows,
+        more,
+        weight,
+        out,
+        total,
+        rows.stride(0),
+        more.stride(0),
+        size,
+        eps,
+        ADD=True,
+        BLOCK=block,
+        num_warps=warps_of(block),
+    )
+    return out.view(x.shape), total.view(x.shape)
+
+
+def rms_norm_pair_triton(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_weight: torch.Tensor,
+    right_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """See `rms_norm_pair`."""
+    size = left.shape[-1]
+    a, b = left.reshape(-1, size), right.reshape(-1, size)
+    out = torch.empty(*left.shape[:-1], 2 * size, dtype=left.dtype, device=left.device)
+    block = block_of(size)
+    _pair_kernel[(a.shape[0], 2)](
+        a,
+        b,
+        left_weight,
+        right_weight,
+        out,
+        a.stride(0),
+        b.stride(0),
+        size,
+        eps,
+        BLOCK=block,
+        num_warps=warps_of(block),
+    )
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x[..., E]` normed, times `weight[E]`; same shape and dtype."""
+    run = rms_norm_triton if runs_kernels(x) else rms_norm_reference
+    return run(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of `x + delta`, `x + delta` in their dtype), [..., E] each."""
+    run = add_rms_norm_triton if runs_kernels(x) else add_rms_norm_reference
+    return run(x, delta, weight, eps)
+
+
+def rms_norm_pair(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_weight: torch.Tensor,
+    right_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """`left[..., E]` and `right[..., E]`, each normed by its weight, side by side: [..., 2 * E]."""
+    run = rms_norm_pair_triton if runs_kernels(left) else rms_norm_pair_reference
+    return run(left, right, left_weight, right_weight, eps)
+
+
+def cost(rows: int, size: int, itemsize: int, inputs: int, outputs: int) -> tuple[int, int]:
+    """(FLOPs, bytes) for `rows` of `size` numbers: so many rows read and written for each."""
+    return rows * size * (3 + inputs), (rows * (inputs + outputs) + 1) * size * itemsize

@@ -1,0 +1,41 @@
+"""How kernels are tested: natively on a GPU, else through Triton's interpreter and compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import eyas
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOPPER = GPUTarget("cuda", 90, 32)
+
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+
+
+def interpret(file: str) -> None:
+    """Run a test file as a script in a process whose Triton interprets."""
+    source = Path(eyas.__file__).parents[1]
+    path = os.pathsep.join((str(source), str(Path(__file__).parents[2])))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    subprocess.run([sys.executable, file], env=environment, check=True)
+
+
+def compiles(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int = 4
+) -> Any:
+    """Compile `kernel` for an H200: argument types by name, constants by name."""
+    signature = {
+        name: types.get(name, "constexpr") for name in kernel.arg_names if name in types | constants
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
