@@ -56,10 +56,11 @@ class CycleGraph:
 
 
 def buckets(config: EngineConfig) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, 8, then steps of 8 up to 64 and of 32 beyond."""
+    """Batch sizes to capture, finer where a padded row costs more; the last is the largest."""
     most = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(96, most + 32, 32)]
-    return [size for size in sizes if size < most] + [most]
+    fine = [1, 2, 4, *range(8, 64, 8)]
+    coarse = [*range(64, 256, 32), *range(256, 512, 64), *range(512, most, 256)]
+    return [size for size in (*fine, *coarse) if size < most] + [most]
 
 
 class CycleGraphs:
