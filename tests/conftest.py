@@ -85,6 +85,54 @@ def save_llama() -> SaveLlama:
     return save_tiny_llama
 
 
+def save_tiny_deepseek(folder: Path, version: str, seed: int = 0, **changes: Any) -> Any:
+    """Write a random DeepSeek (`v2` or `v3`) and return transformers' model.
+
+    4 layers, experts from the second on, 128 tokens, hidden size 64, 4 heads.
+    """
+    values = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-3,
+    }
+    kinds = {
+        "v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+        "v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    }
+    config, network = kinds[version]
+    torch.manual_seed(seed)
+    model = network(config(**{**values, **changes})).eval()
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if not name.endswith("inv_freq"):
+            torch.nn.init.normal_(parameter, 1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="session")
+def save_deepseek() -> Callable[..., Any]:
+    """`save_deepseek(folder, version, seed=0, **changes)`: see `save_tiny_deepseek`."""
+    return save_tiny_deepseek
+
+
 @pytest.fixture
 def drafter_target() -> ModelConfig:
     """A target of 8 layers that the drafters of `make_drafter` fit."""

@@ -213,6 +213,8 @@ class ModelConfig(Strict):
     moe: MoEConfig | None = None
     prefix: str = ""
     """Before every tensor name of the checkpoint."""
+    passed_over: tuple[str, ...] = ()
+    """How names of tensors begin that the checkpoint holds beside this network's."""
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -132,16 +132,18 @@ def load_target(
     config = model_config(raw)
     model = Decoder(config, row_tile(device, dtype), group)
     allocate(model, dtype, device)
-    stream = dequantised(tensor_stream(folder), quantization_config(raw))
+    own = (item for item in tensor_stream(folder) if not item[0].startswith(config.passed_over))
+    stream = dequantised(own, quantization_config(raw))
     if not config.tie_word_embeddings:
         fill(model.places(), stream)
         return model.eval()
     heads: list[torch.Tensor] = []
-    fill(model.places(), _without_head(stream, heads))
+    head_name = f"{config.prefix}lm_head.weight"
+    fill(model.places(), _without_head(stream, head_name, heads))
     for head in heads:
         if not torch.equal(model.embed.place().take(head).to(device, dtype), model.embed.weight):
             raise CheckpointError(
-                "tensor 'lm_head.weight'",
+                f"tensor {head_name!r}",
                 "differs from the embedding although tie_word_embeddings is true",
                 "mend tie_word_embeddings in config.json",
             )
@@ -149,11 +151,11 @@ def load_target(
 
 
 def _without_head(
-    stream: Iterable[tuple[str, torch.Tensor]], heads: list[torch.Tensor]
+    stream: Iterable[tuple[str, torch.Tensor]], head: str, heads: list[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass `stream` on, setting aside the head that some checkpoints with tied weights repeat."""
+    """Pass `stream` on, setting aside the `head` that some checkpoints with tied weights repeat."""
     for name, tensor in stream:
-        if name == "lm_head.weight":
+        if name == head:
             heads.append(tensor)
         else:
             yield name, tensor

@@ -7,11 +7,16 @@ from typing import Any
 
 from eyas.errors import CheckpointError
 from eyas.model_config import ModelConfig
+from eyas.models.families.deepseek import read_deepseek_v2, read_deepseek_v3, read_kimi
 from eyas.models.families.llama import read_llama
 from eyas.models.families.reading import refuse_unknown_arithmetic
 
 READERS: dict[str, Callable[[dict[str, Any]], ModelConfig]] = {
     "LlamaForCausalLM": read_llama,
+    "DeepseekV2ForCausalLM": read_deepseek_v2,
+    "DeepseekV3ForCausalLM": read_deepseek_v3,
+    "KimiK25ForConditionalGeneration": read_kimi,
+    "Kimi_K25ForConditionalGeneration": read_kimi,
 }
 """Architecture -> reader of its config."""
 

@@ -22,20 +22,38 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 """Config keys that change the arithmetic -> the values that are implemented."""
 
+_ORIGINAL = "original_max_position_embeddings"
+_OPTIONAL = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
+_SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL, *_OPTIONAL),
+}
+"""Kind of rope scaling -> its keys in a config."""
+
 
 def refuse_unknown_arithmetic(config: dict[str, Any]) -> None:
     """Raise `CheckpointError` for a value in `config` that asks for other arithmetic than ours."""
-    for key, allowed in _FIXED.items():
-        value = config.get(key, allowed[0])
-        if value not in allowed:
-            raise CheckpointError(
-                f"{key}={value!r}",
-                "would change the arithmetic and is not implemented",
-                f"use a checkpoint with {key}={allowed[-1]!r}",
-            )
+    refuse_others(config, _FIXED)
     quantization = quantization_config(config)
     if quantization is not None:
         scheme_of(quantization)
+
+
+def refuse_others(config: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) -> None:
+    """Raise `CheckpointError` for a key of `config` with a value that `allowed` does not list.
+
+    The first value of each list is what an absent key means.
+    """
+    for key, values in allowed.items():
+        value = config.get(key, values[0])
+        if value not in values:
+            raise CheckpointError(
+                f"{key}={value!r}",
+                "would change the arithmetic and is not implemented",
+                f"use a checkpoint with {key}={values[-1]!r}",
+            )
 
 
 def dimension(config: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -53,7 +71,7 @@ def rope_config(config: dict[str, Any]) -> RopeConfig:
     """Rotary embedding of a config with `rope_parameters`, or `rope_theta` and `rope_scaling`.
 
     The first is transformers 5's form, the second the older one; a config with both must mean the
-    same. Raises `CheckpointError` for rope types other than default, linear and llama3.
+    same. Raises `CheckpointError` for rope types other than default, linear, llama3 and yarn.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict) or any(isinstance(v, dict) for v in scaling.values()):
@@ -68,31 +86,26 @@ def rope_config(config: dict[str, Any]) -> RopeConfig:
             "mend config.json",
         )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    needed = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        ),
-    }
-    if kind not in needed or scaling.get("partial_rotary_factor") not in (None, 1):
+    if kind not in _SCALINGS or scaling.get("partial_rotary_factor") not in (None, 1):
         raise CheckpointError(
             f"rope scaling {scaling!r}",
-            "only default, linear and llama3 over whole heads are implemented",
+            f"only {', '.join(_SCALINGS)} over whole heads are implemented",
             "use a checkpoint with one of these",
         )
+    if kind == "yarn":
+        longest = config.get(_ORIGINAL)
+        longest = longest or scaling.get(_ORIGINAL) or config.get("max_position_embeddings")
+        scaling = {**scaling, _ORIGINAL: longest}
     values: dict[str, Any] = {}
-    for key in needed[kind]:
+    for key in _SCALINGS[kind]:
         value = scaling.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if value is None and key in _OPTIONAL:
+            continue
+        if isinstance(value, bool) != (key == "truncate") or not isinstance(value, (int, float)):
             raise CheckpointError(
                 f"rope scaling {kind} with {key}={value!r}", "needs a number", "mend config.json"
             )
-        whole = key == "original_max_position_embeddings"
-        values["original_max_position" if whole else key] = value
+        values["original_max_position" if key == _ORIGINAL else key] = value
     return RopeConfig(theta=float(theta), kind=kind, **values)
 
 
