@@ -19,6 +19,7 @@ from torch import nn
 
 from eyas.batch import ForwardMode
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig
+from eyas.engine.drafters import Network
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Status
 from eyas.layers.linear import row_tile
@@ -104,6 +105,12 @@ def tiny_drafter(
     return module.eval()
 
 
+def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 7, **changes: Any) -> Decoder:
+    """A random language model of 2 narrow layers with the vocabulary of `tiny_target`."""
+    values = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1}
+    return tiny_target(dtype, seed, **{**values, "head_dim": 32, **changes})
+
+
 @cache
 def toy_backend(size: int = VOCAB) -> tokenizers.Tokenizer:
     """Token 0 is special; 1 and 2 are the two bytes of é; the others are a..e, pairs, triples.
@@ -130,7 +137,7 @@ def toy_tokenizer(eos: tuple[int, ...] = (), size: int = VOCAB) -> Tokenizer:
 
 def make_engine(
     target: Decoder,
-    drafter: Eagle3 | Drafter | None = None,
+    drafter: Network | Drafter | None = None,
     speculation: SpeculationConfig = NONE,
     *,
     eos: tuple[int, ...] = (),

@@ -16,7 +16,7 @@ from eyas.errors import ConfigError, RequestError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_WEIGHTS = ("auto", "full", "int8")
 OVERLAP = ("auto", "on", "off")
-ALGORITHMS = ("EAGLE3", "NGRAM", "NONE")
+ALGORITHMS = ("EAGLE3", "STANDALONE", "NGRAM", "NONE")
 MAX_NODES = 64
 """Nodes of a request in one pass: the bits of an `int64` ancestor mask."""
 SPARE_POSITIONS = 4 * MAX_NODES
@@ -58,7 +58,7 @@ class Strict:
 class SpeculationConfig(Strict):
     """What is drafted in a cycle; names and meanings are SGLang's."""
 
-    algorithm: str = option("EAGLE3", "EAGLE3, NGRAM or NONE")
+    algorithm: str = option("EAGLE3", "EAGLE3, STANDALONE, NGRAM or NONE")
     num_steps: int = option(4, "depth of the draft tree")
     eagle_topk: int = option(1, "children tried per node; 1 is a chain")
     num_draft_tokens: int = option(
@@ -100,6 +100,12 @@ class SpeculationConfig(Strict):
             "give fewer steps or a smaller topk",
         )
         require(
+            self.scratch <= MAX_NODES,
+            f"num_steps={self.num_steps}, eagle_topk={self.eagle_topk} with {self.algorithm}",
+            f"a cycle writes {self.scratch} positions ahead, at most {MAX_NODES} are kept",
+            "give fewer steps or a smaller topk",
+        )
+        require(
             self.algorithm != "NGRAM" or self.eagle_topk == 1,
             f"eagle_topk={self.eagle_topk} with NGRAM",
             "n-gram lookup drafts a chain",
@@ -121,7 +127,10 @@ class SpeculationConfig(Strict):
         """KV positions past the committed ones that a cycle may write."""
         if self.algorithm == "NONE":
             return 1
-        return max(self.num_draft_tokens, (self.num_steps - 1) * self.eagle_topk, self.depth + 1)
+        # a language model drafts behind the root's own entry
+        ahead = self.algorithm == "STANDALONE"
+        drafting = (self.num_steps - 1) * self.eagle_topk
+        return max(self.num_draft_tokens, drafting + ahead, self.depth + 1 + ahead)
 
     @classmethod
     def chain(cls, drafts: int, algorithm: str = "EAGLE3", **rest: Any) -> SpeculationConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.helpers import (
     random_prompts,
     run_all,
     tiny_drafter,
+    tiny_model,
     tiny_target,
 )
 
@@ -94,6 +96,8 @@ SHAPES: dict[str, SpeculationConfig] = {
     "chain 4": chain(4),
     "chain, plain top-k": chain(4, shared_noise=False),
     "tree": TREES[1],
+    "standalone chain": chain(4, "STANDALONE"),
+    "standalone tree": dataclasses.replace(TREES[1], algorithm="STANDALONE"),
 }
 
 
@@ -122,6 +126,7 @@ def test_passes_read_nothing_on_the_host(
     for name in calls:
         monkeypatch.setattr(runner, name, guarded(name))
     target, network = tiny_target(dtype), tiny_drafter(dtype)
+    drafter = tiny_model(dtype) if shape.startswith("standalone") else network
     prompts = random_prompts([12, 3, 20])
     for batch in (["greedy"], ["sampled"], ["filtered"], list(PARAMS)):
         jobs = [
@@ -129,5 +134,5 @@ def test_passes_read_nothing_on_the_host(
             for i, (p, name) in enumerate(zip(prompts, batch, strict=False))
         ]
         config: dict[str, Any] = {"page_size": 1, "chunked_prefill_size": 9}
-        run_all(make_engine(target, network, SHAPES[shape], **config), jobs)
+        run_all(make_engine(target, drafter, SHAPES[shape], **config), jobs)
     assert min(calls.values()) > 3

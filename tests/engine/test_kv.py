@@ -6,6 +6,7 @@ for the target's cache, the drafter's cache, and the candidates the next tree gr
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ import torch
 
 from eyas.batch import PageGrant, PassShape, PrefillChunk, SlotInit, StepPlan
 from eyas.config import SamplingParams, SpeculationConfig
+from eyas.engine.drafters import Network
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Status
 from eyas.kv.pool import KVPool, flat_rows
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
 from eyas.speculate.eagle3 import Eagle3Drafter
+from eyas.speculate.standalone import StandaloneDrafter
 from tests.helpers import (
     TREES,
     Job,
@@ -29,6 +32,7 @@ from tests.helpers import (
     random_prompts,
     run_all,
     tiny_drafter,
+    tiny_model,
     tiny_target,
 )
 
@@ -39,10 +43,15 @@ def kept(pool: KVPool, pages: list[int], length: int) -> torch.Tensor:
     return torch.stack((pool.k[:, :, rows], pool.v[:, :, rows]))
 
 
-def drafter_of(engine: Engine) -> Eagle3Drafter:
+def drafter_of(engine: Engine) -> Eagle3Drafter | StandaloneDrafter:
     drafter = engine.runner.parts.drafter
-    assert isinstance(drafter, Eagle3Drafter)
+    assert isinstance(drafter, Eagle3Drafter | StandaloneDrafter)
     return drafter
+
+
+def network_of(engine: Engine) -> Network:
+    drafter = drafter_of(engine)
+    return drafter.network if isinstance(drafter, Eagle3Drafter) else drafter.model
 
 
 Snapshot = dict[str, torch.Tensor]
@@ -51,9 +60,10 @@ Snapshot = dict[str, torch.Tensor]
 def snapshot(engine: Engine, pages: list[int], slot: int, length: int) -> Snapshot:
     """All that a cycle leaves behind for one request."""
     drafter = drafter_of(engine)
+    ahead = int(isinstance(drafter, StandaloneDrafter))
     return {
         "target": kept(engine.runner.parts.pool, pages, length),
-        "drafter": kept(drafter.pool, pages, length),
+        "drafter": kept(drafter.pool, pages, length + ahead),
         "hidden": drafter.growth.hidden[slot],
         "tokens": drafter.growth.tokens[slot],
         "scores": drafter.growth.scores[slot],
@@ -66,7 +76,7 @@ def from_scratch(engine: Engine, request: Request) -> Snapshot:
     """The same, by one prefill in a fresh engine of the same make, the root given."""
     fresh = make_engine(
         engine.runner.parts.target,
-        drafter_of(engine).network,
+        network_of(engine),
         engine.speculation,
         max_running_requests=1,
         page_size=32,
@@ -134,9 +144,17 @@ def pair() -> tuple[Decoder, Eagle3]:
 
 
 SHAPES = [chain(1), chain(4), *TREES]
+SMALL = [
+    chain(1, "STANDALONE"),
+    chain(4, "STANDALONE"),
+    dataclasses.replace(TREES[1], algorithm="STANDALONE"),
+]
+"""A small model's own entry of the root is compared too."""
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_steps}-{s.eagle_topk}")
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, *SMALL], ids=lambda s: f"{s.algorithm}-{s.num_steps}-{s.eagle_topk}"
+)
 @pytest.mark.parametrize(
     "config",
     [
@@ -154,7 +172,8 @@ def test_caches_equal_a_prefill_from_scratch(
     (s PR#26329); acceptance lower after preemption and resume (s PR#28254).
     """
     target, network = pair
-    engine = make_engine(target, network, shape, **config)
+    drafter = network if shape.algorithm == "EAGLE3" else tiny_model()
+    engine = make_engine(target, drafter, shape, **config)
     watch = Watch(engine)
     requests = run_all(engine, jobs(13, 7, 15), after_step=watch)
     assert watch.compared > 20
@@ -177,8 +196,9 @@ def test_page_edges(pair: tuple[Decoder, Eagle3], page_size: int) -> None:
     text = random_prompts([span], seed=12)[0]
     work = [Job(prompt=text[:n], params=params) for n in lengths]
     expected = alone(target, work)
-    for shape in (chain(3), TREES[1]):
-        engine = make_engine(target, network, shape, page_size=page_size)
+    for shape in (chain(3), TREES[1], SMALL[1]):
+        drafter = network if shape.algorithm == "EAGLE3" else tiny_model()
+        engine = make_engine(target, drafter, shape, page_size=page_size)
         watch, steps = Watch(engine), iter(range(10_000))
 
         def sometimes(watch: Watch = watch, steps: Any = steps) -> None:

@@ -6,6 +6,7 @@ token, in float32 and in bfloat16, greedy and sampled, with and without filters.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 import torch
 
 from eyas.config import SamplingParams, SpeculationConfig
+from eyas.engine.drafters import Network
 from eyas.engine.engine import Engine
 from eyas.models.decoder import Decoder
 from eyas.speculate.drafter import NGramDrafter, NoDrafter
 from eyas.speculate.eagle3 import Eagle3Drafter
+from eyas.speculate.standalone import StandaloneDrafter
 from tests.helpers import (
     NONE,
     TREES,
@@ -30,6 +33,7 @@ from tests.helpers import (
     random_prompts,
     run_all,
     tiny_drafter,
+    tiny_model,
     tiny_target,
 )
 
@@ -77,29 +81,40 @@ DRAFTED: dict[str, SpeculationConfig] = {
     **{f"eagle {k}": chain(k) for k in range(1, 9)},
     **{f"tree {t.num_steps}-{t.eagle_topk}-{t.num_draft_tokens}": t for t in TREES},
     "eagle 4, plain top-k": chain(4, shared_noise=False),
+    **{f"standalone {k}": chain(k, "STANDALONE") for k in (1, 4)},
+    "standalone tree": dataclasses.replace(TREES[1], algorithm="STANDALONE"),
     "scripted 5": chain(5),
     "scripted tree": SpeculationConfig(num_steps=4, eagle_topk=3, num_draft_tokens=13),
 }
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-IN_BF16 = ("none", "ngram 4", "eagle 4", "tree 3-3-12", "scripted tree")
+IN_BF16 = ("none", "ngram 4", "eagle 4", "tree 3-3-12", "scripted tree", "standalone tree")
+KINDS = {
+    "NONE": NoDrafter,
+    "NGRAM": NGramDrafter,
+    "EAGLE3": Eagle3Drafter,
+    "STANDALONE": StandaloneDrafter,
+}
 
 
 class World:
-    """A target with its drafter and the reference texts."""
+    """A target with its drafters and the reference texts."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.target: Decoder = tiny_target(dtype)
-        self.network = tiny_drafter(dtype)
+        self.networks: dict[str, Network] = {
+            "EAGLE3": tiny_drafter(dtype),
+            "STANDALONE": tiny_model(dtype),
+        }
         self.expected = alone(self.target, JOBS)
 
     def engine(self, name: str, **config: Any) -> Engine:
         speculation = DRAFTED[name]
         if not name.startswith("scripted"):
-            engine = make_engine(self.target, self.network, speculation, **config)
-            kinds = {"NONE": NoDrafter, "NGRAM": NGramDrafter, "EAGLE3": Eagle3Drafter}
-            assert type(engine.runner.parts.drafter) is kinds[speculation.algorithm]
+            network = self.networks.get(speculation.algorithm, self.networks["EAGLE3"])
+            engine = make_engine(self.target, network, speculation, **config)
+            assert type(engine.runner.parts.drafter) is KINDS[speculation.algorithm]
             return engine
         texts = [[*j.prompt, *out] for j, out in zip(JOBS, self.expected, strict=True)]
         drafter = ScriptedDrafter(texts, speculation, often_right)
@@ -190,8 +205,10 @@ def test_a_long_generation_fills_the_context() -> None:
     ]
     expected = alone(target, jobs)
     assert [len(text) for text in expected] == [95, 36, 1]
-    for speculation in (chain(8), TREES[2], chain(8, "NGRAM")):
-        engine = make_engine(target, network, speculation, page_size=16)
+    model = tiny_model(max_position=96)
+    for speculation in (chain(8), TREES[2], chain(8, "NGRAM"), chain(8, "STANDALONE")):
+        drafter = model if speculation.algorithm == "STANDALONE" else network
+        engine = make_engine(target, drafter, speculation, page_size=16)
         requests = run_all(engine, jobs)
         assert outputs(requests) == expected
         assert all(r.finish_reason is not None for r in requests)

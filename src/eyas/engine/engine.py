@@ -11,6 +11,7 @@ from rich.progress import Progress
 
 from eyas.checkpoint import resolve
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig, require, require_request
+from eyas.engine.drafters import Network
 from eyas.engine.request import FinishReason, Request, Status, check_params
 from eyas.engine.runner import Runner, Underway, auto_pages
 from eyas.engine.scheduler import Scheduler
@@ -50,12 +51,12 @@ class Engine:
         target: Decoder,
         tokenizer: Tokenizer,
         *,
-        drafter: Eagle3 | Drafter | None = None,
+        drafter: Network | Drafter | None = None,
         speculation: SpeculationConfig | None = None,
         config: EngineConfig | None = None,
         progress: bool = False,
     ) -> None:
-        """Build pools, state and graphs; `drafter` is a network or any `Drafter`."""
+        """Build pools, state and graphs; `drafter`: a network, a model or a `Drafter`."""
         self.speculation = speculation or SpeculationConfig(algorithm="NONE")
         self.config = resolve_engine(config or EngineConfig(), self.speculation, target.config)
         self.tokenizer = tokenizer

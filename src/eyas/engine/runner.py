@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from eyas.attention import paged_attention
 from eyas.batch import PassShape, StepPlan, StepResult
-from eyas.config import EngineConfig, SpeculationConfig, require
+from eyas.config import EngineConfig, SpeculationConfig
 from eyas.engine.cycle import Parts, cycle, prefill
+from eyas.engine.drafters import Network, make_drafter
 from eyas.engine.graphs import CycleGraphs, GraphKey, Reason
 from eyas.engine.state import DeviceState, upload
-from eyas.errors import ConfigError
 from eyas.kv.pool import KVPool
 from eyas.model_config import AttentionShape
 from eyas.models.decoder import Decoder
-from eyas.models.eagle3 import Eagle3
 from eyas.spans import NoSpans, Spans
-from eyas.speculate.drafter import Drafter, NGramDrafter, NoDrafter
-from eyas.speculate.eagle3 import Eagle3Drafter
+from eyas.speculate.drafter import Drafter
 
 
 class Runner:
@@ -26,16 +26,17 @@ class Runner:
     def __init__(
         self,
         target: Decoder,
-        drafter: Eagle3 | Drafter | None,
+        drafter: Network | Drafter | None,
         config: EngineConfig,
         speculation: SpeculationConfig,
         num_pages: int,
     ) -> None:
-        """`config.context_length` is resolved; `drafter` may be a network or any `Drafter`."""
+        """`config.context_length` is resolved; `drafter`: a network, a model or a `Drafter`."""
         weight = target.embed.weight
         self.device = weight.device
         self.spans: Spans = NoSpans()
-        pool = _pool(target.config.attention_shape(target.group.size), num_pages, config, weight)
+        make_pool = partial(_pool, num_pages=num_pages, config=config, weight=weight)
+        pool = make_pool(target.config.attention_shape(target.group.size))
         width = config.context_length + speculation.scratch
         state = DeviceState(
             num_slots=config.max_running_requests,
@@ -47,7 +48,7 @@ class Runner:
             target=target,
             pool=pool,
             attention=paged_attention(pool),
-            drafter=_drafter(drafter, target, config, speculation, num_pages),
+            drafter=make_drafter(drafter, target, config, speculation, make_pool),
             state=state,
         )
         self.graphs = CycleGraphs(self.parts, config, speculation)
@@ -154,74 +155,6 @@ def _pool(
         dtype=torch.float32 if weight.device.type == "cpu" else weight.dtype,
         device=weight.device,
     )
-
-
-def _drafter(
-    drafter: Eagle3 | Drafter | None,
-    target: Decoder,
-    config: EngineConfig,
-    speculation: SpeculationConfig,
-    num_pages: int,
-) -> Drafter:
-    if speculation.algorithm == "NONE":
-        return NoDrafter()
-    if speculation.algorithm == "NGRAM" and (drafter is None or isinstance(drafter, Eagle3)):
-        return NGramDrafter(speculation.num_steps)
-    if isinstance(drafter, Eagle3):
-        _check_network(drafter, target, config, speculation)
-        weight, rows = target.embed.weight, config.max_running_requests + 1
-        pool = _pool(drafter.config.attention_shape(), num_pages, config, weight)
-        quick = _quick(drafter, config, weight)
-        return Eagle3Drafter(drafter, target.embed, pool, speculation, rows, quick)
-    if drafter is not None:
-        return drafter
-    raise ConfigError(
-        "algorithm EAGLE3 without a drafter",
-        "EAGLE-3 needs a trained network",
-        "give a drafter checkpoint, or algorithm NGRAM or NONE",
-    )
-
-
-def _check_network(
-    network: Eagle3, target: Decoder, config: EngineConfig, speculation: SpeculationConfig
-) -> None:
-    """Raise `ConfigError` for a drafter that would fail, or read garbage, inside a cycle."""
-    drafter, remedy = network.config, "give a drafter made for this target"
-    for name in ("vocab_size", "hidden_size"):
-        own = getattr(drafter, "target_" * (name == "hidden_size") + name)
-        wanted = getattr(target.config, name)
-        require(own == wanted, f"drafter for a target of {name} {own}", f"is {wanted} here", remedy)
-    layers = drafter.aux_layers
-    require(
-        len(set(layers)) == len(layers) and 0 <= min(layers) <= max(layers) <= len(target.blocks),
-        f"drafter reads boundaries {layers}",
-        f"must be different ones in 0..{len(target.blocks)}",
-        remedy,
-    )
-    require(
-        drafter.max_position >= config.context_length,
-        f"drafter of {drafter.max_position} positions",
-        f"drafts up to context_length {config.context_length}",
-        "lower context_length",
-    )
-    require(
-        speculation.eagle_topk <= drafter.draft_vocab_size,
-        f"eagle_topk={speculation.eagle_topk}",
-        f"the drafter knows {drafter.draft_vocab_size} tokens",
-        "give a smaller topk",
-    )
-
-
-def _quick(drafter: Eagle3, config: EngineConfig, weight: torch.Tensor) -> Eagle3 | None:
-    """The drafter with 8-bit weights, where it can draft faster."""
-    able = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    require(
-        able or config.draft_weights != "int8",
-        f"draft_weights int8 in {weight.dtype} on {weight.device.type}",
-        "8-bit draft passes are made for bfloat16 on a CPU",
-        "use auto or full",
-    )
-    return drafter.rounded() if able and config.draft_weights != "full" else None
 
 
 def auto_pages(config: EngineConfig, speculation: SpeculationConfig) -> int:

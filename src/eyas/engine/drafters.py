@@ -1,0 +1,124 @@
+"""Which drafter an engine runs, and what must hold before it runs.
+
+A network or a language model becomes a `Drafter` with a KV pool of its own over the target's page
+table. What would fail, or read garbage, inside a cycle is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from eyas.config import EngineConfig, SpeculationConfig, require
+from eyas.errors import ConfigError
+from eyas.kv.pool import KVPool
+from eyas.model_config import AttentionShape, DrafterConfig, ModelConfig
+from eyas.models.decoder import Decoder
+from eyas.models.eagle3 import Eagle3
+from eyas.speculate.drafter import Drafter, NGramDrafter, NoDrafter
+from eyas.speculate.eagle3 import Eagle3Drafter
+from eyas.speculate.standalone import StandaloneDrafter
+
+Network = Eagle3 | Decoder
+"""What a drafter is made from: an EAGLE-3 network, or a small language model."""
+
+
+def make_drafter(
+    drafter: Network | Drafter | None,
+    target: Decoder,
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+    make_pool: Callable[[AttentionShape], KVPool],
+) -> Drafter:
+    """The drafter of `speculation.algorithm`; raises `ConfigError` for one that does not fit."""
+    algorithm, rows = speculation.algorithm, config.max_running_requests + 1
+    if algorithm == "NONE":
+        return NoDrafter()
+    if algorithm == "NGRAM" and (drafter is None or isinstance(drafter, Network)):
+        return NGramDrafter(speculation.num_steps)
+    if isinstance(drafter, Eagle3):
+        _check_algorithm("EAGLE3", speculation, "an EAGLE-3 network")
+        _check_eagle3(drafter.config, target)
+        _check_size(drafter.config, drafter.config.draft_vocab_size, config, speculation)
+        pool = make_pool(drafter.config.attention_shape())
+        quick = _quick(drafter, config, target.embed.weight)
+        return Eagle3Drafter(drafter, target.embed, pool, speculation, rows, quick)
+    if isinstance(drafter, Decoder):
+        _check_algorithm("STANDALONE", speculation, "a language model")
+        vocab = target.config.vocab_size
+        _check_size(drafter.config, min(vocab, drafter.config.vocab_size), config, speculation)
+        require(
+            config.draft_weights != "int8",
+            "draft_weights int8 with STANDALONE",
+            "8-bit draft passes are made for EAGLE-3 networks",
+            "use auto or full",
+        )
+        pool = make_pool(drafter.config.attention_shape())
+        return StandaloneDrafter(drafter, vocab, pool, speculation, rows)
+    if drafter is not None:
+        return drafter
+    needs = {"EAGLE3": "a trained network", "STANDALONE": "a small model of the same tokenizer"}
+    raise ConfigError(
+        f"algorithm {algorithm} without a drafter",
+        f"it needs {needs[algorithm]}",
+        "give a drafter checkpoint, or algorithm NGRAM or NONE",
+    )
+
+
+def _check_algorithm(fitting: str, speculation: SpeculationConfig, what: str) -> None:
+    require(
+        speculation.algorithm == fitting,
+        f"algorithm {speculation.algorithm} with a drafter that is {what}",
+        f"such a drafter drafts with {fitting}",
+        f"give algorithm {fitting}, or another drafter",
+    )
+
+
+def _check_eagle3(drafter: DrafterConfig, target: Decoder) -> None:
+    """Whether the network was made for this target."""
+    remedy = "give a drafter made for this target"
+    for name in ("vocab_size", "hidden_size"):
+        own = getattr(drafter, "target_" * (name == "hidden_size") + name)
+        wanted = getattr(target.config, name)
+        require(own == wanted, f"drafter for a target of {name} {own}", f"is {wanted} here", remedy)
+    layers = drafter.aux_layers
+    require(
+        len(set(layers)) == len(layers) and 0 <= min(layers) <= max(layers) <= len(target.blocks),
+        f"drafter reads boundaries {layers}",
+        f"must be different ones in 0..{len(target.blocks)}",
+        remedy,
+    )
+
+
+def _check_size(
+    drafter: DrafterConfig | ModelConfig,
+    vocab_size: int,
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+) -> None:
+    """Whether positions and vocabulary suffice."""
+    require(
+        drafter.max_position >= config.context_length,
+        f"drafter of {drafter.max_position} positions",
+        f"drafts up to context_length {config.context_length}",
+        f"give context_length {drafter.max_position}",
+    )
+    require(
+        speculation.eagle_topk <= vocab_size,
+        f"eagle_topk={speculation.eagle_topk}",
+        f"the drafter knows {vocab_size} tokens",
+        "give a smaller topk",
+    )
+
+
+def _quick(drafter: Eagle3, config: EngineConfig, weight: torch.Tensor) -> Eagle3 | None:
+    """The drafter with 8-bit weights, where it can draft faster."""
+    able = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    require(
+        able or config.draft_weights != "int8",
+        f"draft_weights int8 in {weight.dtype} on {weight.device.type}",
+        "8-bit draft passes are made for bfloat16 on a CPU",
+        "use auto or full",
+    )
+    return drafter.rounded() if able and config.draft_weights != "full" else None
