@@ -42,8 +42,8 @@ def smollm2_reference(smollm2_gguf: Path) -> Any:
     ).eval()
 
 
-def tiny_llama_config(**changes: Any) -> Any:
-    """A transformers LlamaConfig small enough for any test."""
+def tiny_config(family: str = "Llama", **changes: Any) -> Any:
+    """A transformers config of a family (`Qwen3Moe`, ...) small enough for any test."""
     values = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -55,13 +55,13 @@ def tiny_llama_config(**changes: Any) -> Any:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    return transformers.LlamaConfig(**{**values, **changes})
+    return getattr(transformers, f"{family}Config")(**{**values, **changes})
 
 
-def save_tiny_llama(folder: Path, seed: int = 0, **changes: Any) -> Any:
-    """Write a random Llama with transformers and return transformers' model."""
+def save_tiny(folder: Path, seed: int = 0, family: str = "Llama", **changes: Any) -> Any:
+    """Write a random model of a family with transformers and return transformers' model."""
     torch.manual_seed(seed)
-    model = transformers.LlamaForCausalLM(tiny_llama_config(**changes)).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(tiny_config(family, **changes)).eval()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if name.endswith("norm.weight") else 0.0, 0.2)
     model.save_pretrained(folder)
@@ -72,17 +72,23 @@ def save_tiny_llama(folder: Path, seed: int = 0, **changes: Any) -> Any:
 def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 4 layers, 128 tokens, hidden size 64, 4 heads over 2 KV heads."""
     folder = tmp_path_factory.mktemp("tiny-llama")
-    save_tiny_llama(folder)
+    save_tiny(folder)
     return folder
 
 
-SaveLlama = Callable[..., Any]
+SaveTiny = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
-def save_llama() -> SaveLlama:
-    """`save_llama(folder, seed=0, **config changes)`: see `save_tiny_llama`."""
-    return save_tiny_llama
+def save_llama() -> SaveTiny:
+    """`save_llama(folder, seed=0, **config changes)`: see `save_tiny`."""
+    return save_tiny
+
+
+@pytest.fixture(scope="session")
+def save_model() -> SaveTiny:
+    """`save_model(folder, seed=0, family="Llama", **config changes)`: see `save_tiny`."""
+    return save_tiny
 
 
 def save_tiny_deepseek(folder: Path, version: str, seed: int = 0, **changes: Any) -> Any:

@@ -80,7 +80,10 @@ class AttentionShape(Strict):
     """Factor of the scores before the softmax."""
     latent: bool = False
     windows: tuple[int, ...] = ()
-    """Per layer: a row sees this many latest positions, its own included; 0: all. Empty: all."""
+    """Per layer: a row sees this many latest positions, its own included; 0: all. Empty: all.
+
+    A window is no smaller than a draft tree: among the nodes of one pass ancestry alone decides.
+    """
 
     @classmethod
     def heads(cls, num_layers: int, num_kv_heads: int, head_dim: int) -> AttentionShape:
@@ -96,6 +99,11 @@ class AttentionShape(Strict):
     def window(self, layer: int) -> int:
         """Positions a row of `layer` sees, 0 for all."""
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def distinct_windows(self) -> tuple[int, ...]:
+        """The windows that layers have, each once."""
+        return tuple(sorted(set(self.windows))) or (0,)
 
     @property
     def values_per_position(self) -> int:

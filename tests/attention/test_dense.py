@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -47,12 +48,17 @@ def drafter() -> Eagle3:
     return module
 
 
-def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Grouped-query attention of one document, last query sees all keys; `[L, H * D]`."""
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int = 0) -> torch.Tensor:
+    """Grouped-query attention of one document, last query sees all keys; `[L, H * D]`.
+
+    With a window a query sees that many latest keys.
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))
     scores = q.transpose(0, 1) @ k.mT / math.sqrt(q.shape[-1])
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[0])
+    if window:
+        hidden |= torch.ones(scores.shape[-2:], dtype=torch.bool).tril(-window)
     out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
     return out.transpose(0, 1).flatten(1)
 
@@ -105,6 +111,20 @@ def test_dense_causal_equals_each_document_alone() -> None:
         torch.testing.assert_close(got[rows], causal(q[rows], k[rows], v[rows]))
         start += length
     assert not got[15:].any(), "padding rows must be zero"
+
+
+def test_a_window_is_its_layers() -> None:
+    """Fault: a window off by one, reaching over documents, or in a layer without one."""
+    lengths = (5, 1, 9)
+    shape = dataclasses.replace(PLAIN, num_layers=2, windows=(0, 4))
+    q, k, v = qkv(15, torch.float32)
+    attend = DenseCausal(Documents.of(lengths, CPU, "loop"), shape)
+    for layer, window in enumerate(shape.windows):
+        got, start = attend(layer, q, k, v), 0
+        for length in lengths:
+            rows = slice(start, start + length)
+            torch.testing.assert_close(got[rows], causal(q[rows], k[rows], v[rows], window))
+            start += length
 
 
 def test_training_time_test_equals_incremental_drafting() -> None:

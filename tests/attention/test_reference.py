@@ -1,12 +1,13 @@
 """Paged attention: right against a naive softmax, and the same bits in any company.
 
-Shapes are SmolLM2's (9 query heads over 3, dim 64), and latent ones: a value is the front of its
-key. On the CPU keys and values are float32 whatever the model's type; values come in the model's
-type.
+Shapes are SmolLM2's (9 query heads over 3, dim 64), latent ones (a value is the front of its key),
+and a sliding window in the layer that is tried. On the CPU keys and values are float32 whatever the
+model's type; values come in the model's type.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -23,7 +24,10 @@ PLAIN = AttentionShape.heads(2, 3, 64)
 LATENT = AttentionShape(
     num_layers=2, num_kv_heads=1, key_dim=80, value_dim=64, scale=0.17, latent=True
 )
-each_shape = pytest.mark.parametrize("shape", [PLAIN, LATENT], ids=["heads", "latent"])
+WINDOWED = dataclasses.replace(PLAIN, windows=(0, 75))
+each_shape = pytest.mark.parametrize(
+    "shape", [PLAIN, LATENT, WINDOWED], ids=["heads", "latent", "window"]
+)
 MODEL_TYPES = [torch.float32, torch.bfloat16]
 
 
@@ -104,10 +108,13 @@ class Paged:
         q, k, v = (torch.cat(part) for part in parts)
         if padding:
             q, k, v = (torch.cat((x, x.new_zeros(padding, *x.shape[1:]))) for x in (q, k, v))
+        depths = torch.arange(num_new).repeat(len(rows)) + tail_offset
+        if ancestors is not None:
+            depths = torch.tensor([(m % (1 << 64)).bit_count() - 1 for m in ancestors.tolist()])
         batch = ForwardBatch(
             mode=ForwardMode.TARGET_VERIFY,
             tokens=torch.zeros(len(rows) * num_new).long(),
-            positions=torch.zeros(len(rows) * num_new).long(),
+            positions=torch.tensor(prefix).repeat_interleave(num_new) + depths,
             prefix_lens=torch.tensor(prefix),
             page_table=self.table[rows],
             num_new=num_new,
@@ -124,7 +131,11 @@ class Paged:
 
 
 def naive(one: Sequence, row: int, visible: list[int]) -> torch.Tensor:
-    """[H * value_dim] in float64: softmax over the visible positions for query `row`."""
+    """[H * value_dim] in float64: softmax over the visible positions for query `row`.
+
+    `visible` is the row's path; of that a window leaves the end.
+    """
+    visible = visible[-one.shape.window(1) :]
     group = HEADS // one.shape.num_kv_heads
     k = one.k[visible].double().repeat_interleave(group, 1)
     v = one.v[visible].double().repeat_interleave(group, 1)

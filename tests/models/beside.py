@@ -107,20 +107,20 @@ def check_chunks(pair: Pair, page_size: int) -> None:
     assert close(torch.cat(parts), reference_logits(reference, tokens))
 
 
-def check_single_tokens(pair: Pair) -> None:
+def check_single_tokens(pair: Pair, length: int = 40) -> None:
     """Fault: decode differs from prefill."""
     network, reference = pair
-    tokens = prompt(40)
+    tokens = prompt(length)
     paged = Paged(network, 4)
     logits = torch.cat([paged.forward([token])[0] for token in tokens])
     assert close(logits, reference_logits(reference, tokens))
 
 
-def check_tree(pair: Pair, count: int) -> None:
+def check_tree(pair: Pair, count: int, length: int = 30) -> None:
     """Fault: stale mask or wrong positions in verify. Every path of the tree reads as a text."""
     network, reference = pair
     rng = random.Random(count)
-    before, nodes = prompt(30), prompt(count, seed=count)
+    before, nodes = prompt(length), prompt(count, seed=count)
     parents = [rng.randrange(max(0, n - 3), n) for n in range(1, count)]
     draft = tree_draft(
         torch.tensor(nodes[:1]), torch.tensor([nodes[1:]]), torch.tensor([parents]), depth=count

@@ -62,24 +62,30 @@ class Documents:
 
 
 def causal_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, docs: Documents, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    docs: Documents,
+    scale: float,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention within documents.
+    """Causal attention within documents, and within the latest `window` rows if that is not 0.
 
     q, k [T, H, D] and v [T, H, Dv] of one dtype, Dv <= D. Returns the output [T, H, Dv] and the
     log-sum-exp of the scores times `scale`, float32 [H, T].
     """
     if _by_flash(docs, q):
-        narrow, wide = v.shape[-1], q.shape[-1]
+        narrow, older = v.shape[-1], window - 1 if window else None
+        args = (q, k, _widen(v, q.shape[-1]), *docs.flash_args(), 0.0, True, False)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, _widen(v, wide), *docs.flash_args(), 0.0, True, False, scale=scale
+            *args, scale=scale, window_size_left=older
         )
         assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}"
         return out[..., :narrow], lse
     outs, lses = [], []
     parts = (x.transpose(0, 1).split(docs.lengths, dim=1) for x in (q, k, v))
     for qd, kd, vd in zip(*parts, strict=True):
-        scores = _causal_scores(qd, kd, scale)
+        scores = _causal_scores(qd, kd, scale, window)
         lse = scores.logsumexp(-1)
         outs.append((scores - lse.unsqueeze(-1)).exp() @ vd.float())
         lses.append(lse)
@@ -133,11 +139,12 @@ def _widen(x: torch.Tensor, size: int) -> torch.Tensor:
     return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
-def _causal_scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """Scaled scores float32 [H, L, L] of one document's q, k [H, L, D], later keys at -inf."""
+def _causal_scores(q: torch.Tensor, k: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:
+    """Scaled scores float32 [H, L, L] of one document's q, k [H, L, D], hidden keys at -inf."""
     scores = (q.float() @ k.float().mT) * scale
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(later, float("-inf"))
+    every = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+    hidden = every.triu(1) | every.tril(-window) if window else every.triu(1)
+    return scores.masked_fill(hidden, float("-inf"))
 
 
 class DenseCausal:
@@ -159,7 +166,8 @@ class DenseCausal:
         groups = q.shape[1] // k.shape[1]
         q, k, v = (x[:rows].to(v.dtype) for x in (rotate(q, rope), rotate(k, rope), v))
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        out, _ = causal_forward(q, k, v, self.docs, self.shape.scale)
+        window = self.shape.window(layer)
+        out, _ = causal_forward(q, k, v, self.docs, self.shape.scale, window)
         return _pad(out.flatten(1), padded)
 
 

@@ -51,10 +51,18 @@ class ReferenceAttention:
         pages = batch.page_table[:, : length // page_size]
         pages = F.pad(pages, (0, length // page_size - pages.shape[1]))
         visible = _visible(batch, length).view(num_requests, batch.num_new, 1, length)
-        mask = torch.zeros(visible.shape, device=start.device).masked_fill_(~visible, HIDDEN)
+        masks = {w: _mask(visible, w, batch) for w in self.pool.shape.distinct_windows}
         rows = flat_rows(batch.page_table, index, page_size).flatten()
         gaps = None if batch.ancestors is None else _Gaps.of(batch, visible)
-        return ReferencePass(self.pool, rows, pages, mask, gaps)
+        return ReferencePass(self.pool, rows, pages, masks, gaps)
+
+
+def _mask(visible: torch.Tensor, window: int, batch: ForwardBatch) -> torch.Tensor:
+    """float32[B, N, 1, L] to add to scores: zero for the `visible` inside the window."""
+    if window:
+        oldest = batch.positions.view(-1, batch.num_new, 1, 1) - window
+        visible = visible & (torch.arange(visible.shape[-1], device=oldest.device) > oldest)
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, HIDDEN)
 
 
 def _visible(batch: ForwardBatch, length: int) -> torch.Tensor:
@@ -152,15 +160,18 @@ class ReferencePass:
         pool: KVPool,
         rows: torch.Tensor,
         pages: torch.Tensor,
-        mask: torch.Tensor,
+        masks: dict[int, torch.Tensor],
         gaps: _Gaps | None,
     ) -> None:
-        """`rows` int64[T] to write, `pages` int64[B, n] to read, `mask` f32[B, N, 1, L]."""
-        self.pool, self.rows, self.mask, self._gaps = pool, rows, mask, gaps
+        """`rows` int64[T] to write, `pages` int64[B, n] to read, a mask f32[B, N, 1, L] a window.
+
+        `gaps` knows no window: a key's block and its turn in a sum are those of its index.
+        """
+        self.pool, self.rows, self._masks, self._gaps = pool, rows, masks, gaps
         self._pages = pool.page_rows(pages.flatten())
         shape = pool.shape
         self._batch = (shape.num_kv_heads, pages.shape[0])
-        self._length = mask.shape[-1]
+        _, self._num_new, _, self._length = next(iter(masks.values())).shape
         count, flat = shape.num_kv_heads * pages.numel(), (math.prod(self._batch), self._length)
         self._pages_k = pool.k.new_empty(count, pool.page_size * shape.key_dim)
         keys = self._pages_k.view(*flat, shape.key_dim)
@@ -191,7 +202,7 @@ class ReferencePass:
         grouped = q[:num_rows].view(work.grouped).permute(2, 0, 1, 3, 4)
         torch.mul(grouped, self.pool.shape.scale, out=work.used_queries)
         _product(work.queries, self._keys, work.scores)
-        work.used_scores.add_(self.mask)
+        work.used_scores.add_(self._masks[self.pool.shape.window(layer)])
         started = False
         for weights, start, end in self._blocks(self._softmax(work.scores)):
             part = (weights.to(self._values.dtype), self._values[:, start:end])
@@ -202,8 +213,8 @@ class ReferencePass:
 
     def _allocate(self, q: torch.Tensor, v: torch.Tensor) -> _Work:
         """Working memory for rows like q [T', H, key_dim] and v; padding rows stay zero."""
-        num_requests, num_new = self.mask.shape[:2]
-        num_kv_heads, heads, dim, wide = self._batch[0], *q.shape[1:], self._values.shape[-1]
+        num_new, (num_kv_heads, num_requests) = self._num_new, self._batch
+        heads, dim, wide = *q.shape[1:], self._values.shape[-1]
         group = heads // num_kv_heads
         rows, flat = num_new * group, num_kv_heads * num_requests
         missing = -rows % ROW_TILE

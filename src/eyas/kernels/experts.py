@@ -126,10 +126,11 @@ def _experts_cpu(
             spans.append((number, slice(start, end)))
         start = end
     wide, out = rows.new_empty(len(rows), gate_up.shape[1]), torch.zeros_like(rows)
+    into_wide, into_out = gate_up.mT, down.mT
     for number, span in spans:
-        torch.mm(rows[span], gate_up[number].T, out=wide[span])
+        torch.mm(rows[span], into_wide[number], out=wide[span])
     gate, up = wide[:start].chunk(2, dim=1)
     hidden = F.silu(gate) * up
     for number, span in spans:
-        torch.mm(hidden[span], down[number].T, out=out[span])
+        torch.mm(hidden[span], into_out[number], out=out[span])
     return _weighted(out[torch.empty_like(place).index_copy_(0, order, place)], weights)

@@ -14,7 +14,7 @@ from eyas.attention import Attend
 from eyas.attention.rope import Rope
 from eyas.distributed.group import SOLO, Group
 from eyas.kernels.norm import add_rms_norm, rms_norm
-from eyas.layers.linear import ColumnParallel, Places, RowParallel, share_of
+from eyas.layers.linear import ColumnParallel, Places, RowParallel, share_of, whole
 
 
 class RMSNorm(nn.Module):
@@ -78,9 +78,13 @@ class SelfAttention(nn.Module):
         *,
         qkv_bias: bool = False,
         o_bias: bool = False,
+        norm_eps: float | None = None,
         group: Group = SOLO,
     ) -> None:
-        """`heads` is (query heads, KV heads, head dim) of the whole network."""
+        """`heads` is (query heads, KV heads, head dim) of the whole network.
+
+        With `norm_eps` query and key heads are normed before the rotary embedding.
+        """
         super().__init__()
         self.layer = layer
         num_heads, num_kv_heads, self.head_dim = heads
@@ -89,14 +93,23 @@ class SelfAttention(nn.Module):
         q, kv = num_heads * self.head_dim, num_kv_heads * self.head_dim
         parts = {f"{prefix}.q_proj": q, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
         self.qkv = ColumnParallel(parts, in_features, qkv_bias, group)
+        self.prefix = prefix
+        self.q_norm = None if norm_eps is None else RMSNorm(self.head_dim, norm_eps)
+        self.k_norm = None if norm_eps is None else RMSNorm(self.head_dim, norm_eps)
         self.o = RowParallel(f"{prefix}.o_proj", hidden, q, o_bias, group)
 
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
         """`[..., in_features] -> [..., hidden]`."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         return self.o(attend(self.layer, q, k, v, rope))
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""
-        return self.qkv.places() | self.o.places()
+        places = self.qkv.places() | self.o.places()
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                places[f"{self.prefix}.{name}.weight"] = whole(norm.weight)
+        return places

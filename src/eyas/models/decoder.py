@@ -78,6 +78,7 @@ def attention_layer(
         (config.num_heads, config.num_kv_heads, config.head_dim),
         qkv_bias=config.qkv_bias,
         o_bias=config.o_bias,
+        norm_eps=config.rms_norm_eps if config.qk_norm else None,
         group=group,
     )
 

@@ -9,14 +9,20 @@ from eyas.errors import CheckpointError
 from eyas.model_config import ModelConfig
 from eyas.models.families.deepseek import read_deepseek_v2, read_deepseek_v3, read_kimi
 from eyas.models.families.llama import read_llama
+from eyas.models.families.mistral import read_mistral
+from eyas.models.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
 from eyas.models.families.reading import refuse_unknown_arithmetic
 
 READERS: dict[str, Callable[[dict[str, Any]], ModelConfig]] = {
-    "LlamaForCausalLM": read_llama,
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,
     "KimiK25ForConditionalGeneration": read_kimi,
     "Kimi_K25ForConditionalGeneration": read_kimi,
+    "LlamaForCausalLM": read_llama,
+    "MistralForCausalLM": read_mistral,
+    "Qwen2ForCausalLM": read_qwen2,
+    "Qwen3ForCausalLM": read_qwen3,
+    "Qwen3MoeForCausalLM": read_qwen3_moe,
 }
 """Architecture -> reader of its config."""
 

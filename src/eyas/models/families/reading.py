@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from eyas.config import MAX_NODES
 from eyas.errors import CheckpointError
 from eyas.model_config import RopeConfig
 from eyas.quantised import quantization_config, scheme_of
+
+WINDOW = 4096
+"""transformers' `sliding_window` where a config has none."""
 
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -132,3 +136,21 @@ def common_fields(config: dict[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "eos_token_ids": tuple(eos),
     }
+
+
+def windows(config: dict[str, Any], sliding: list[bool]) -> tuple[int, ...]:
+    """`ModelConfig.windows`: `sliding_window` in the layers marked in `sliding`, empty for none.
+
+    Raises `CheckpointError` for a window that a draft tree may be larger than: a node sees its
+    ancestors, however far they lie.
+    """
+    if not any(sliding):
+        return ()
+    size = dimension(config, "sliding_window", WINDOW)
+    if size < MAX_NODES:
+        raise CheckpointError(
+            f"sliding_window={size}",
+            f"must hold the {MAX_NODES} nodes of the largest draft tree",
+            "use a checkpoint with a wider window",
+        )
+    return tuple(size if slides else 0 for slides in sliding)
