@@ -110,7 +110,7 @@ def test_fill_refuses_a_tensor_twice() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*only LlamaForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*only .*LlamaForCausalLM"),
         ({"architectures": None}, "only LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
