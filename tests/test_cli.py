@@ -24,7 +24,7 @@ from tests.chat_model import write_chat_model, write_drafter
 ENGINE = (
     "--chunked-prefill-size --context-length --cuda-graph-max-bs --device --disable-cuda-graph "
     "--draft-weights --dtype --overlap "
-    "--max-running-requests --num-pages --page-size"
+    "--max-running-requests --num-pages --page-size --tp"
 )
 SPECULATION = (
     "--no-speculative-shared-noise --speculative-algorithm --speculative-eagle-topk "

@@ -144,6 +144,7 @@ class EngineConfig(Strict):
 
     device: str = option("auto", "cpu, cuda or auto")
     dtype: str = option("auto", "auto, bfloat16, float16 or float32")
+    tp: int = option(1, "tensor-parallel ranks: processes, and GPUs, that share the target")
     max_running_requests: int = option(8, "requests decoded together")
     context_length: int = option(0, "longest request in tokens; 0 takes the model's")
     page_size: int = option(16, "KV positions per page")
@@ -174,7 +175,7 @@ class EngineConfig(Strict):
             "the type must be known",
             f"use one of {', '.join(DTYPES)}",
         )
-        for name in ("max_running_requests", "page_size", "chunked_prefill_size"):
+        for name in ("tp", "max_running_requests", "page_size", "chunked_prefill_size"):
             value = getattr(self, name)
             require(value >= 1, f"{name}={value}", "must be at least 1", f"give {name} >= 1")
         for name in ("context_length", "num_pages", "cuda_graph_max_bs"):

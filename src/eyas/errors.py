@@ -29,3 +29,7 @@ class RequestError(EyasError):
 
 class CapacityError(EyasError):
     """The pools are too small for what was asked."""
+
+
+class RankError(EyasError):
+    """A rank of a tensor-parallel group failed or was lost; its engines cannot go on."""

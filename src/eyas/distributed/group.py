@@ -1,7 +1,12 @@
 """The tensor-parallel group as layers see it: how many ranks, and three collectives.
 
 A block's only collective is `all_reduce`. A group of one does nothing, so layers are the same code
-with and without tensor parallelism. Layers know this class alone, not how ranks talk.
+with and without tensor parallelism. Layers know this class alone, not how ranks talk
+(`rank_group.py`).
+
+Every rank gets the same bits from every collective. What all ranks compute from such values by the
+same operations is then the same on all of them; what they must agree on whatever happens, the
+tokens of a cycle, is rank 0's by `share`.
 """
 
 from __future__ import annotations
@@ -16,7 +21,10 @@ class Group:
     size = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of all ranks' `x`, with the same bits on every rank; may overwrite `x`."""
+        """Sum of all ranks' `x`, with the same bits on every rank; may overwrite `x`.
+
+        A row's sum depends neither on the other rows of `x` nor on its place among them.
+        """
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,14 @@ on a CPU they run eagerly, on a GPU the same functions can be captured.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
 from eyas.attention import PagedAttention
 from eyas.batch import ForwardBatch, ForwardMode, PassShape
+from eyas.distributed.group import Group
 from eyas.engine.state import DeviceState
 from eyas.kv.pool import KVPool, flat_rows
 from eyas.models.decoder import Decoder
@@ -47,7 +49,8 @@ def cycle(parts: Parts, slots: torch.Tensor, shape: PassShape, spans: Spans) -> 
     """
     spans.mark("draft")
     context = _context(parts, slots, shape)
-    draft = parts.drafter.propose(context)
+    group = parts.target.group
+    draft = _agreed(group, parts.drafter.propose(context))
     spans.mark("verify")
     logits, aux = _verify(parts, context, draft)
     spans.mark("accept")
@@ -55,6 +58,7 @@ def cycle(parts: Parts, slots: torch.Tensor, shape: PassShape, spans: Spans) -> 
     index = (context.kv_lens[:, None] + draft.depths + 1).flatten()
     rows = context.rows.repeat(num_nodes) if num_nodes > 1 else context.rows
     drawn = draw(logits, rows, index, sampled=shape.sampled, filtered=shape.filtered)
+    drawn = group.share(drawn)
     accepted = accept(draft, drawn.view(-1, num_nodes))
     spans.mark("commit")
     _commit(parts, context, draft, accepted)
@@ -104,7 +108,7 @@ def prefill(
         sampled=shape.sampled,
         filtered=shape.filtered,
     )
-    drawn = torch.where(next_tokens < 0, drawn, next_tokens)
+    drawn = torch.where(next_tokens < 0, parts.target.group.share(drawn), next_tokens)
     behind = torch.cat((chunk[:, 1:], drawn[:, None]), dim=1).scatter(
         1, last[:, :, 0], drawn[:, None]
     )
@@ -131,6 +135,23 @@ def _context(parts: Parts, slots: torch.Tensor, shape: PassShape) -> DraftContex
         rows=state.sampling_rows(slots),
         sampled=shape.sampled,
         max_kv_len=shape.max_kv_len,
+    )
+
+
+def _agreed(group: Group, draft: Draft) -> Draft:
+    """Rank 0's tree on every rank, by one collective; a root alone is known everywhere.
+
+    Drafters are replicated, and the last bit of a score may differ between ranks. What the target
+    draws is shared too, so nothing that ranks compute can make their sequences part.
+    """
+    if group.size == 1 or draft.tokens.shape[1] == 1:
+        return draft
+    if draft.is_chain:
+        return dataclasses.replace(draft, tokens=group.share(draft.tokens))
+    packed = torch.cat((draft.tokens, draft.parents, draft.depths, draft.ancestors), dim=1)
+    tokens, parents, depths, ancestors = group.share(packed).chunk(4, dim=1)
+    return dataclasses.replace(
+        draft, tokens=tokens, parents=parents, depths=depths, ancestors=ancestors
     )
 
 

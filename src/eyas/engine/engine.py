@@ -11,7 +11,10 @@ from rich.progress import Progress
 
 from eyas.checkpoint import resolve
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig, require, require_request
+from eyas.distributed.group import SOLO
 from eyas.engine.drafters import Network
+from eyas.engine.networks import CheckpointSource
+from eyas.engine.ranks import Ranks
 from eyas.engine.request import FinishReason, Request, Status, check_params
 from eyas.engine.runner import Runner, Underway, auto_pages
 from eyas.engine.scheduler import Scheduler
@@ -20,8 +23,8 @@ from eyas.kv.pool import PageAllocator
 from eyas.model_config import ModelConfig
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.registry import load_target, resolve_device, resolve_dtype
-from eyas.speculate.checkpoints import find_drafter, load_drafter
+from eyas.models.registry import resolve_device, resolve_dtype
+from eyas.speculate.checkpoints import find_drafter
 from eyas.speculate.drafter import Drafter
 from eyas.tokenizer import Tokenizer
 
@@ -55,15 +58,29 @@ class Engine:
         speculation: SpeculationConfig | None = None,
         config: EngineConfig | None = None,
         progress: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Build pools, state and graphs; `drafter`: a network, a model or a `Drafter`."""
+        """Build pools, state and graphs; `drafter`: a network, a model or a `Drafter`.
+
+        With `ranks` both networks are theirs, and all ranks run what this engine runs.
+        """
         self.speculation = speculation or SpeculationConfig(algorithm="NONE")
         self.config = resolve_engine(config or EngineConfig(), self.speculation, target.config)
+        require(
+            self.config.tp == target.group.size,
+            f"tp={self.config.tp}",
+            f"the target's network is that of {target.group.size} ranks",
+            f"give tp={target.group.size}",
+        )
         self.tokenizer = tokenizer
         num_pages = self.config.num_pages
-        self.runner = Runner(target, drafter, self.config, self.speculation, num_pages)
+        self.runner = (
+            ranks.open(self.config, self.speculation)
+            if ranks
+            else Runner(target, drafter, self.config, self.speculation, num_pages)
+        )
         self.scheduler = Scheduler(self.config, self.speculation, PageAllocator(num_pages))
-        self.runner.graphs.capture_all(progress)
+        self.runner.warm_up(progress)
         on_gpu = self.runner.device.type == "cuda"
         self.overlap = on_gpu if self.config.overlap == "auto" else self.config.overlap == "on"
         self._underway: Underway | None = None
@@ -93,13 +110,14 @@ class Engine:
         With overlap the step is started, and the tokens are those of the step before, which the
         device worked on meanwhile.
         """
-        plan = self.scheduler.plan()
-        before, self._underway = self._underway, None
-        if not plan.is_empty:
-            self._underway = self.runner.launch(plan)
-        if not self.overlap or plan.is_empty:
-            before, self._underway = self._underway or before, None
-        return self.scheduler.commit(before.collect()) if before else []
+        with self.runner.step():
+            plan = self.scheduler.plan()
+            before, self._underway = self._underway, None
+            if not plan.is_empty:
+                self._underway = self.runner.launch(plan)
+            if not self.overlap or plan.is_empty:
+                before, self._underway = self._underway or before, None
+            return self.scheduler.commit(before.collect()) if before else []
 
     def abort(self, request: Request) -> None:
         """End a request; its pages are free at once, the others go on."""
@@ -161,7 +179,9 @@ class LLM:
     """Load a target and its drafter, then generate.
 
     `drafter` is a checkpoint folder, or `auto` for the one shipped for this target (none: plain
-    decoding, unless `speculation` names an algorithm without weights).
+    decoding, unless `speculation` names an algorithm without weights). With `config.tp` > 1 other
+    processes hold the other ranks; a script then needs `if __name__ == "__main__":`. Under torchrun
+    the constructor returns on rank 0 alone: elsewhere it serves, and then ends the process.
     """
 
     def __init__(
@@ -178,13 +198,13 @@ class LLM:
         dtype = resolve_dtype(config.dtype, device)
         folder = resolve(model)
         self.tokenizer = Tokenizer.from_folder(folder)
-        self.target = load_target(folder, dtype, device)
-        self.target_config: ModelConfig = self.target.config
-        self.drafter: Eagle3 | None = None
         wants = speculation is None or speculation.algorithm == "EAGLE3"
         place = find_drafter(drafter, model) if wants and drafter is not None else None
-        if place is not None:
-            self.drafter = load_drafter(place, self.target_config, dtype, device)
+        source = CheckpointSource(target=folder, drafter=place, dtype=dtype)
+        self.ranks = Ranks(source, config.tp, config.device) if config.tp > 1 else None
+        networks = self.ranks.networks if self.ranks else source.load(device, SOLO)
+        self.target, self.drafter = networks.target, networks.drafter
+        self.target_config: ModelConfig = self.target.config
         if speculation is None:
             known = self.drafter is not None
             speculation = SpeculationConfig() if known else SpeculationConfig(algorithm="NONE")
@@ -195,6 +215,7 @@ class LLM:
             speculation=speculation,
             config=config,
             progress=progress,
+            ranks=self.ranks,
         )
 
     def sibling(self, speculation: SpeculationConfig, config: EngineConfig | None = None) -> LLM:
@@ -202,14 +223,24 @@ class LLM:
         other = object.__new__(LLM)
         other.tokenizer, other.target = self.tokenizer, self.target
         other.target_config, other.drafter = self.target_config, self.drafter
+        other.ranks = self.ranks
         other.engine = Engine(
             self.target,
             self.tokenizer,
             drafter=self.drafter,
             speculation=speculation,
             config=config or self.engine.config,
+            ranks=self.ranks,
         )
         return other
+
+    def close(self) -> None:
+        """End the processes of other ranks; nothing can be generated afterwards if there were any.
+
+        Where it is not called they end with this object or with the process.
+        """
+        if self.ranks:
+            self.ranks.close()
 
     def generate(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -53,6 +54,14 @@ class Runner:
         )
         self.graphs = CycleGraphs(self.parts, config, speculation)
         self._loaded: dict[GraphKey, tuple[int, ...]] = {}
+
+    def warm_up(self, progress: bool = False) -> None:
+        """Capture what can be captured before the first request."""
+        self.graphs.capture_all(progress)
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around a step and the commit of what it brought."""
+        return nullcontext()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for its tokens."""

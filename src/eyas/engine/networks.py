@@ -1,0 +1,110 @@
+"""Where a rank's networks come from.
+
+A `Source` says what would be loaded before anything is, so that ranks can compare notes, and loads
+one rank's share. `CheckpointSource` is what every model given by name is; it can be sent to another
+process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from eyas.checkpoint import read_config
+from eyas.distributed.group import Group
+from eyas.engine.drafters import Network
+from eyas.layers.linear import ANY_ROWS, row_tile
+from eyas.models.decoder import Decoder
+from eyas.models.families import model_config
+from eyas.models.registry import load_target
+from eyas.speculate.checkpoints import load_drafter
+from eyas.speculate.drafter import Drafter
+
+SAMPLE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Networks:
+    """A rank's share of a target, and its drafter, which every rank has whole."""
+
+    target: Decoder
+    drafter: Network | Drafter | None
+
+
+class Source(Protocol):
+    """Makes the networks of a rank."""
+
+    def facts(self, device: torch.device) -> dict[str, str]:
+        """What results depend on and ranks must share, by name."""
+
+    def check(self, num_ranks: int) -> None:
+        """Raise `ConfigError` if the target can't be divided among `num_ranks`."""
+
+    def load(self, device: torch.device, group: Group) -> Networks:
+        """The networks of `group.rank`, on `device`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSource:
+    """Networks in checkpoint folders."""
+
+    target: Path
+    drafter: Path | None
+    dtype: torch.dtype
+
+    def facts(self, device: torch.device) -> dict[str, str]:
+        """Types, row tile, configs, and a sample of the weights' bytes."""
+        facts = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "row tile": str(tuple(row_tile(device, self.dtype))),
+            "target": digest(self.target),
+        }
+        if self.drafter is not None:
+            facts["drafter"] = digest(self.drafter)
+        return facts
+
+    def check(self, num_ranks: int) -> None:
+        """Build a rank's network without memory: its layers say what does not divide."""
+        with torch.device("meta"):
+            Decoder(model_config(read_config(self.target)), ANY_ROWS, _Shares(num_ranks))
+
+    def load(self, device: torch.device, group: Group) -> Networks:
+        """Read both checkpoints; raises `CheckpointError` as their loaders do."""
+        target = load_target(self.target, self.dtype, device, group)
+        drafter = None
+        if self.drafter is not None:
+            drafter = load_drafter(self.drafter, target.config, self.dtype, device)
+        return Networks(target=target, drafter=drafter)
+
+
+class _Shares(Group):
+    """A group that nobody talks in: it only says how many shares there are."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def digest(folder: Path) -> str:
+    """Short hash of a checkpoint's config, and of sizes and samples of its files of weights."""
+    total = hashlib.sha256()
+    for sample in _samples(folder):
+        total.update(sample)
+    return total.hexdigest()[:16]
+
+
+def _samples(folder: Path) -> Iterator[bytes]:
+    config = folder / "config.json"
+    if config.is_file():
+        yield config.read_bytes()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = file.stat().st_size
+        yield f"{file.name} {size}".encode()
+        with file.open("rb") as data:
+            yield data.read(SAMPLE_BYTES)
+            data.seek(max(0, size - SAMPLE_BYTES))
+            yield data.read(SAMPLE_BYTES)
