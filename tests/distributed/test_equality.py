@@ -8,7 +8,7 @@ import pytest
 
 from eyas.config import SamplingParams, SpeculationConfig
 from eyas.engine.ranks import Ranks
-from tests.distributed.worlds import LLAMA, TinySource, ranked_engine
+from tests.distributed.worlds import FAMILIES, TinySource, ranked_engine
 from tests.helpers import (
     NONE,
     TREES,
@@ -20,7 +20,6 @@ from tests.helpers import (
     run_all,
 )
 
-FAMILIES = {"llama": LLAMA}
 DRAFTED: dict[str, SpeculationConfig] = {
     "none": NONE,
     "chain": chain(3),

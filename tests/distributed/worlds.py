@@ -23,6 +23,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.networks import Networks
 from eyas.engine.ranks import Ranks
 from eyas.layers.linear import row_tile
+from eyas.model_config import MLAConfig, MoEConfig
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
 from eyas.models.registry import allocate, fill
@@ -78,6 +79,37 @@ class TinySource:
 
 LLAMA = TinySource(target={"intermediate_size": 128}, drafter={})
 """Widths that two ranks divide into multiples of 32, for which the row tile holds."""
+
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "top_k": 3, "intermediate_size": 64}
+QWEN3_MOE = TinySource(
+    target={
+        "qk_norm": True,
+        "intermediate_size": 128,
+        "moe": MoEConfig(**_EXPERTS, sparse_layers=(True, True, False, True)),
+    },
+    drafter={},
+)
+DEEPSEEK = TinySource(
+    target={
+        "intermediate_size": 128,
+        "mla": MLAConfig(
+            q_lora_rank=32, kv_lora_rank=32, nope_dim=16, rope_dim=16, value_dim=16, scale=32**-0.5
+        ),
+        "moe": MoEConfig(
+            **_EXPERTS,
+            shared_size=64,
+            scoring="sigmoid",
+            num_groups=4,
+            topk_groups=2,
+            group_score="top2",
+            correction_bias=True,
+            scaling_factor=2.5,
+            sparse_layers=(False, True, True, True),
+        ),
+    },
+    drafter={},
+)
+FAMILIES = {"llama": LLAMA, "qwen3 moe": QWEN3_MOE, "deepseek": DEEPSEEK}
 
 
 def ranked_engine(ranks: Ranks, speculation: SpeculationConfig = NONE, **config: Any) -> Engine:

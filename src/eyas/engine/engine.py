@@ -22,7 +22,6 @@ from eyas.errors import RequestError
 from eyas.kv.pool import PageAllocator
 from eyas.model_config import ModelConfig
 from eyas.models.decoder import Decoder
-from eyas.models.eagle3 import Eagle3
 from eyas.models.registry import resolve_device, resolve_dtype
 from eyas.speculate.checkpoints import find_drafter
 from eyas.speculate.drafter import Drafter
