@@ -23,7 +23,7 @@ from eyas.engine.drafters import Network
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Status
 from eyas.layers.linear import row_tile
-from eyas.model_config import DrafterConfig, ModelConfig
+from eyas.model_config import DrafterConfig, MLAConfig, ModelConfig, MoEConfig
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
 from eyas.models.registry import allocate
@@ -40,11 +40,33 @@ TREES = (
     SpeculationConfig(num_steps=5, eagle_topk=4, num_draft_tokens=16),
 )
 """Three tree shapes: shallow, bushy, and deep with most candidates dropped."""
+LATENT = MLAConfig(
+    q_lora_rank=32, kv_lora_rank=32, nope_dim=32, rope_dim=16, value_dim=32, scale=48**-0.5
+)
+"""DeepSeek's attention for `tiny_target` and `tiny_drafter`."""
 
 
 def chain(drafts: int, algorithm: str = "EAGLE3", **rest: Any) -> SpeculationConfig:
     """A chain of `drafts` tokens."""
     return SpeculationConfig.chain(drafts, algorithm, **rest)
+
+
+def tiny_experts(num_layers: int = 4) -> MoEConfig:
+    """DeepSeek-V3's routing over 8 experts, in every layer but the first."""
+    return MoEConfig(
+        num_experts=8,
+        top_k=3,
+        intermediate_size=32,
+        shared_size=64,
+        scoring="sigmoid",
+        float32_router=True,
+        num_groups=4,
+        topk_groups=2,
+        group_score="top2",
+        correction_bias=True,
+        scaling_factor=1.5,
+        sparse_layers=(False, *[True] * (num_layers - 1)),
+    )
 
 
 def randomise(module: nn.Module, seed: int, std: float) -> None:

@@ -14,6 +14,7 @@ from eyas.config import SamplingParams, SpeculationConfig
 from eyas.engine import runner
 from tests.engine.guard import HostReadError, no_host_reads
 from tests.helpers import (
+    LATENT,
     NONE,
     TREES,
     Job,
@@ -22,6 +23,7 @@ from tests.helpers import (
     random_prompts,
     run_all,
     tiny_drafter,
+    tiny_experts,
     tiny_model,
     tiny_target,
 )
@@ -98,6 +100,7 @@ SHAPES: dict[str, SpeculationConfig] = {
     "tree": TREES[1],
     "standalone chain": chain(4, "STANDALONE"),
     "standalone tree": dataclasses.replace(TREES[1], algorithm="STANDALONE"),
+    "latent tree": TREES[1],
 }
 
 
@@ -126,6 +129,9 @@ def test_passes_read_nothing_on_the_host(
     for name in calls:
         monkeypatch.setattr(runner, name, guarded(name))
     target, network = tiny_target(dtype), tiny_drafter(dtype)
+    if shape == "latent tree":
+        target = tiny_target(dtype, mla=LATENT, moe=tiny_experts())
+        network = tiny_drafter(dtype, mla=LATENT)
     drafter = tiny_model(dtype) if shape.startswith("standalone") else network
     prompts = random_prompts([12, 3, 20])
     for batch in (["greedy"], ["sampled"], ["filtered"], list(PARAMS)):

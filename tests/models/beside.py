@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from eyas.attention.dense import DenseCausal, Documents
 from eyas.attention.reference import ReferenceAttention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.kv.pool import KVPool
@@ -94,6 +95,21 @@ def check_prefill(pair: Pair) -> None:
     theirs = reference_logits(reference, tokens)
     assert theirs.abs().max() > 1, "the reference says something"
     assert close(logits, theirs)
+
+
+def check_training_forward(pair: Pair) -> None:
+    """Fault: training on other states than serving computes. Dense attention is the paged one."""
+    network, reference = pair
+    tokens, tile = prompt(44), network.row_tile
+    assert len(tokens) % tile.step == 0, "training's passes are whole tiles"
+    docs = Documents.of((30, 14), CPU, "loop")
+    positions = torch.cat((torch.arange(30), torch.arange(14)))
+    attend = DenseCausal(docs, network.config.attention_shape())
+    with torch.inference_mode():
+        logits = network.logits(network(torch.tensor(tokens), positions, attend))
+    for part, ours in zip((tokens[:30], tokens[30:]), logits.split((30, 14)), strict=True):
+        assert close(ours, reference_logits(reference, part))
+        assert close(ours, Paged(network, 16).forward(part)[0])
 
 
 def check_chunks(pair: Pair, page_size: int) -> None:

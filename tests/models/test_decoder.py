@@ -18,6 +18,7 @@ from tests.models.beside import (
     check_chunks,
     check_prefill,
     check_single_tokens,
+    check_training_forward,
     check_tree,
 )
 
@@ -69,6 +70,11 @@ def test_one_shot_prefill(pair: Pair) -> None:
 def test_chunked_prefill(pair: Pair, page_size: int) -> None:
     """Fault: chunk edges."""
     check_chunks(pair, page_size)
+
+
+def test_forward_of_training(pair: Pair) -> None:
+    """Fault: training on other states than serving computes."""
+    check_training_forward(pair)
 
 
 def test_token_by_token(pair: Pair) -> None:

@@ -14,6 +14,8 @@ from eyas.train.data import TextConfig
 
 STAGES = ("all", "data", "train", "evaluate")
 ATTENTION = ("auto", "flash", "loop")
+HEAD_DIMS = (64, 32, 16, 8, 4, 2)
+"""Head sizes to choose from for a target without ordinary heads, the wanted ones first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,10 @@ def learning_rate(config: TrainConfig, progress: float) -> float:
 
 
 def drafter_config(config: TrainConfig, model: ModelConfig) -> DrafterConfig:
-    """Shape of the drafter: the target's widths, heads and rotary embedding."""
+    """Shape of the drafter: the target's widths, heads and rotary embedding.
+
+    A target with latent attention gets a drafter with ordinary heads that make up its width.
+    """
     layers = model.default_aux_layers()
     require(
         len(set(layers)) == len(layers),
@@ -114,15 +119,19 @@ def drafter_config(config: TrainConfig, model: ModelConfig) -> DrafterConfig:
         f"its states would be captured before layers {layers}, which must differ",
         "train for a target of at least 7 layers",
     )
+    num_heads, num_kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+    if model.mla is not None:
+        head_dim = next(n for n in HEAD_DIMS if model.hidden_size % n == 0)
+        num_heads = num_kv_heads = model.hidden_size // head_dim
     return DrafterConfig(
         vocab_size=model.vocab_size,
         draft_vocab_size=config.draft_vocab_size,
         hidden_size=model.hidden_size,
         target_hidden_size=model.hidden_size,
         intermediate_size=config.intermediate_size or model.intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         max_position=model.max_position,
         aux_layers=layers,
         rms_norm_eps=model.rms_norm_eps,
