@@ -22,6 +22,13 @@ HOPPER = GPUTarget("cuda", 90, 32)
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
 
 
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """A unit in the last place of 16 bits; three where the interpreter truncates to them."""
+    assert found.dtype == wanted.dtype
+    rtol = 2e-6 if found.dtype == torch.float32 else 1.6e-2 if DEVICE == "cuda" else 5e-2
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol / 10)
+
+
 def interpret(file: str) -> None:
     """Run a test file as a script in a process whose Triton interprets."""
     source = Path(eyas.__file__).parents[1]

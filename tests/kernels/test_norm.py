@@ -9,7 +9,7 @@ import torch
 
 from eyas.kernels import norm
 from eyas.kernels.lang import block_of, runs_kernels
-from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
+from tests.kernels.running import DEVICE, close, compiles, interpret, on_gpu
 
 SIZES = (8, 24, 64) if DEVICE == "cpu" else (8, 576, 2048, 4096, 7168)
 TYPES = (torch.float32, torch.bfloat16)
@@ -23,13 +23,6 @@ def make(size: int, dtype: torch.dtype, rows: int = 5) -> tuple[torch.Tensor, ..
     weights = torch.randn(2, size, generator=generator)
     x, delta, (w, u) = (t.to(DEVICE, dtype) for t in (wide, other, weights))
     return x[:, 8 : size + 8], delta, w, u
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """A unit in the last place of 16 bits; three where the interpreter truncates to them."""
-    assert found.dtype == wanted.dtype
-    rtol = 2e-6 if found.dtype == torch.float32 else 1.6e-2 if DEVICE == "cuda" else 5e-2
-    torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol / 10)
 
 
 def run_grid() -> None:

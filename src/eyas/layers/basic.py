@@ -7,12 +7,12 @@ rotary tables to the `Attend` of the pass (paged cache, dense training batch, ..
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from eyas.attention import Attend
 from eyas.attention.rope import Rope
 from eyas.distributed.group import SOLO, Group
+from eyas.kernels.gated import gated
 from eyas.kernels.norm import add_rms_norm, rms_norm
 from eyas.layers.linear import ColumnParallel, Places, RowParallel, share_of, whole
 
@@ -52,13 +52,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., E] -> [..., E]`."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(gated(self.gate_up(x)))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., E] -> [..., E]`: this rank's term of `forward`, not yet all-reduced."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down.partial(F.silu(gate) * up)
+        return self.down.partial(gated(self.gate_up(x)))
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""
