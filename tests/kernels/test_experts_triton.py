@@ -1,0 +1,109 @@
+"""The experts' kernels equal the reference; through Triton's interpreter without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from eyas.kernels import experts_triton as module
+from eyas.kernels.experts import experts_reference
+from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
+from tests.kernels.test_experts import Inputs, inputs
+
+SMALL = [(16, 4, 32, 40), (5, 2, 160, 24)]
+REAL = [(64, 6, 2048, 1408), (128, 8, 2048, 768), (8, 2, 576, 1536), (16, 4, 32, 40)]
+SHAPES = SMALL if DEVICE == "cpu" else REAL
+KINDS = (torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16)
+"""The interpreter does not multiply bfloat16."""
+
+
+def on_device(rows: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Inputs:
+    """`inputs` where the kernels run."""
+    x, ids, weights, gate_up, down = (t.to(DEVICE) for t in inputs(rows, shape, dtype))
+    return x, ids, weights, gate_up, down
+
+
+def part(given: Inputs, rows: slice) -> Inputs:
+    """Some rows of `given`."""
+    x, ids, weights, gate_up, down = given
+    return x[rows], ids[rows], weights[rows], gate_up, down
+
+
+def run_grid() -> None:
+    """Every shape, rows from one to many, with and without a shared part; rows alone; skew."""
+    for number, shape in enumerate(SHAPES):
+        dtype = KINDS[number % 2]
+        for rows in (1, 3, 20):
+            given = on_device(rows, shape, dtype)
+            found = module.experts_triton(*given)
+            near(found, experts_reference(*given))
+            for r in {0, rows - 1}:
+                alone = module.experts_triton(*part(given, slice(r, r + 1)))
+                assert torch.equal(alone[0], found[r]), f"row {r} of {rows} depends on others"
+        shared = torch.randn(20, 2 * shape[2], device=DEVICE).to(dtype)[:, : shape[2]]
+        near(module.experts_triton(*given, shared), experts_reference(*given) + shared)
+    x, ids, weights, gate_up, down = on_device(20, SHAPES[0], torch.float32)
+    ids = ids[:1].expand(20, -1)
+    skewed = (x, ids, weights, gate_up, down)
+    near(module.experts_triton(*skewed), experts_reference(*skewed))
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Outputs are of order one; in 16 bits three roundings lie between them."""
+    assert found.dtype == wanted.dtype
+    tolerance = 3e-5 if found.dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
+def test_interpreted_kernels_equal_reference() -> None:
+    """Fault: an expert's second tile, a pair at the wrong place, depth past the row's end."""
+    interpret(__file__)
+
+
+@on_gpu
+def test_kernels_equal_reference() -> None:
+    """The same on the GPU, at the shapes of real models."""
+    run_grid()
+
+
+@on_gpu
+def test_kernels_never_wait_for_the_host() -> None:
+    """Fault: a count read back, which a captured graph can't hold."""
+    given = on_device(4, SHAPES[0], torch.bfloat16)
+    module.experts_triton(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module.experts_triton(*given)
+    given[1].copy_(on_device(9, SHAPES[0], torch.bfloat16)[1][5:])
+    graph.replay()
+    near(out, experts_reference(*given))
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_compiles_for_hopper(single: bool) -> None:
+    """Fault: kernels that only the interpreter takes."""
+    pointers = dict.fromkeys(("x_ptr", "w_ptr", "out_ptr"), "*bf16")
+    integers = ("num_rows", "top_k", "size", "inner", "x_stride")
+    types = pointers | dict.fromkeys(integers, "i32")
+    types |= {"ids_ptr": "*i64", "members_ptr": "*i32", "counts_ptr": "*i32"}
+    constants: dict[str, Any] = {"SINGLE": single, "BY_PAIR": True, "EVEN": True}
+    constants |= {"PAIRS": module.PAIRS, "OUTPUTS": module.OUTPUTS, "DEPTH": module.DEPTH}
+    compiles(module._gate_up_kernel, types, constants)
+    compiles(module._down_kernel, types, constants)
+
+
+def test_lists_compile_for_hopper() -> None:
+    """Fault: kernels that only the interpreter takes."""
+    lists = {"ids_ptr": "*i64", "members_ptr": "*i32", "counts_ptr": "*i32"}
+    integers = dict.fromkeys(("num_pairs", "num_rows"), "i32")
+    compiles(module._list_kernel, lists | integers, {"BLOCK": module.LIST_BLOCK})
+    types = dict.fromkeys(("pairs_ptr", "shared_ptr", "out_ptr"), "*bf16")
+    types |= {"weights_ptr": "*fp32", "shared_stride": "i32", "size": "i32"}
+    compiles(module._sum_kernel, types, {"TOP_K": 6, "SHARED": True, "BLOCK": module.SUM_BLOCK})
+
+
+if __name__ == "__main__":
+    run_grid()
