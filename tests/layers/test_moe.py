@@ -14,7 +14,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
 
 from eyas.distributed.group import SOLO, Group
 from eyas.errors import ConfigError
-from eyas.layers.moe import RoutedMLP, choose
+from eyas.kernels.route import route
+from eyas.layers.moe import RoutedMLP
 from eyas.model_config import MoEConfig
 from eyas.models.registry import allocate, fill
 
@@ -125,7 +126,7 @@ def test_the_bias_chooses_but_does_not_weigh() -> None:
     bias[5] = 10.0
     logits = torch.zeros(1, EXPERTS)
     logits[0, :3] = torch.tensor([3.0, 2.0, 1.0])
-    ids, weights = choose(logits, config, bias)
+    ids, weights = route(logits, config, bias)
     assert ids[0].tolist() == [5, 0, 1, 2]
     scores = torch.tensor([0.0, 3.0, 2.0, 1.0]).sigmoid()
     assert torch.allclose(weights[0], scores / scores.sum())

@@ -1,10 +1,10 @@
 """The routed experts of a layer: every row through the experts chosen for it, summed by weight.
 
-Four ways with one signature. `experts_reference` gathers each chosen expert's weights: static
-shapes, no host read, any device and type; the oracle. On a CPU an operator takes expert after
-expert; a GPU takes torch's grouped product where its type and dimensions suit it. All sum a row's
-experts in the order they were chosen, in float32, and round once. Which experts there are, and
-why, is not known here.
+Ways with one signature. `experts_reference` gathers each chosen expert's weights: static shapes, no
+host read, any device and type; the oracle. On a CPU an operator takes expert after expert; a GPU
+takes the kernels of `experts_triton.py` for few rows, and torch's grouped product for many where
+its type and dimensions suit it. All sum a row's experts in the order they were chosen, in float32,
+and round once. Which experts there are, and why, is not known here.
 
 Always holds on a CPU: a row's bits do not depend on the other rows, since an expert's rows are
 padded to a tile.
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+from eyas.kernels.experts_triton import experts_triton, suits
 
 ROW_TILE = 4
 """On a CPU an expert's rows are padded to a multiple of this; see `eyas.layers.linear.row_tile`."""
@@ -29,18 +31,24 @@ def experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert_ids[t, k](x[t])` by the way that suits device and type.
 
     x [T, H] in the model's dtype, ids int64[T, K] all different in a row, weights float32[T, K],
     gate_up [E, 2 * I, H] (gates first) and down [E, H, I] in x's dtype. An expert is
-    `down @ (silu(gate @ x) * (up @ x))`. Returns [T, H] in x's dtype. Reads nothing on the host.
+    `down @ (silu(gate @ x) * (up @ x))`. Returns [T, H] in x's dtype, with `shared` [T, H] added to
+    the rounded sum. Reads nothing on the host.
     """
+    if suits(x, ids, gate_up):
+        return experts_triton(x, ids, weights, gate_up, down, shared)
     if x.device.type == "cpu":
-        return torch.ops.eyas.experts_cpu(x, ids, weights, gate_up, down)
-    if _grouped_suits(x, down):
-        return experts_grouped(x, ids, weights, gate_up, down)
-    return experts_reference(x, ids, weights, gate_up, down)
+        y = torch.ops.eyas.experts_cpu(x, ids, weights, gate_up, down)
+    elif _grouped_suits(x, down):
+        y = experts_grouped(x, ids, weights, gate_up, down)
+    else:
+        y = experts_reference(x, ids, weights, gate_up, down)
+    return y if shared is None else y + shared
 
 
 def experts_reference(

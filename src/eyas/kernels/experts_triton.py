@@ -63,7 +63,9 @@ def _expert(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tile(members_ptr, expert, start, count, num_rows, SINGLE: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(  # type: ignore[no-untyped-def]
+    members_ptr, expert, start, count, num_rows, SINGLE: tl.constexpr, PAIRS: tl.constexpr
+):
     """(pairs, which of them are there) of an expert's tile that begins at `start`."""
     place = start + tl.arange(0, PAIRS)
     there = place < count

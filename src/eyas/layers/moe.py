@@ -1,6 +1,6 @@
 """Routed experts in place of an MLP: a router, stacked expert weights, shared experts.
 
-Knows how experts are chosen (`MoEConfig`), not how they are computed (`kernels/experts.py`). The
+How experts are chosen and computed stands in `kernels/route.py` and `kernels/experts.py`. The
 router is on every rank; with tensor parallelism each rank holds a share of every expert's
 intermediate dimension, and one all-reduce adds routed and shared parts together. Routing follows
 DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and
@@ -15,41 +15,14 @@ from torch import nn
 
 from eyas.distributed.group import SOLO, Group
 from eyas.kernels.experts import experts
+from eyas.kernels.route import route
 from eyas.layers.basic import GatedMLP
 from eyas.layers.linear import Place, Places, pad_rows, row_tile, share_of, whole
 from eyas.model_config import MoEConfig
 
 
-def choose(
-    logits: torch.Tensor, config: MoEConfig, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts of each row, best first: ids int64[T, K] and weights float32[T, K].
-
-    From router logits float32 [T, E]; `bias` float32[E] counts for the choice alone.
-    """
-    scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(-1)
-    ranked = scores if bias is None else scores + bias
-    if config.num_groups > 1:
-        ranked = _in_best_groups(ranked, config)
-    ids = ranked.topk(config.top_k, dim=-1).indices
-    weights = scores.gather(1, ids)
-    if config.normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * config.scaling_factor
-
-
-def _in_best_groups(ranked: torch.Tensor, config: MoEConfig) -> torch.Tensor:
-    """Scores [T, E] with -inf outside each row's best groups of neighbouring experts."""
-    groups = ranked.unflatten(1, (config.num_groups, -1))
-    best = 2 if config.group_score == "top2" else 1
-    worth = groups.topk(best, dim=-1).values.sum(-1)
-    kept = torch.zeros_like(worth, dtype=torch.bool)
-    kept.scatter_(1, worth.topk(config.topk_groups, dim=-1).indices, True)
-    return groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
-
-
 class Router(nn.Module):
-    """Chooses each row's experts; `forward` is `choose` of its logits.
+    """Chooses each row's experts; `forward` is `route` of its logits.
 
     Where the config asks for it, logits and parameters are float32 in a 16-bit network.
     """
@@ -65,7 +38,7 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids int64[T, K] and weights float32[T, K] of the experts for rows x [T, H]."""
         rows = pad_rows(x.to(self.weight.dtype), row_tile(x.device, self.weight.dtype))
-        ids, weights = choose(F.linear(rows, self.weight).float(), self.config, self.bias)
+        ids, weights = route(F.linear(rows, self.weight), self.config, self.bias)
         return ids[: x.shape[0]], weights[: x.shape[0]]
 
     def places(self) -> Places:
@@ -86,9 +59,15 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * own, hidden))
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden, own))
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`[T, H] -> [T, H]`: this rank's part of the weighted sum of the chosen experts."""
-        return experts(x, ids, weights, self.gate_up, self.down)
+    def forward(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        shared: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`[T, H] -> [T, H]`: this rank's part of the experts' weighted sum, plus `shared`."""
+        return experts(x, ids, weights, self.gate_up, self.down, shared)
 
     def places(self) -> Places:
         """Checkpoint tensor name -> the place of this rank's share."""
@@ -118,10 +97,8 @@ class RoutedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, H] -> [T, H]`."""
-        y = self.experts(x, *self.router(x))
-        if self.shared is not None:
-            y = y + self.shared.partial(x)
-        return self.group.all_reduce(y)
+        shared = None if self.shared is None else self.shared.partial(x)
+        return self.group.all_reduce(self.experts(x, *self.router(x), shared))
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""
