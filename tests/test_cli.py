@@ -23,7 +23,8 @@ from tests.chat_model import write_chat_model, write_drafter
 
 ENGINE = (
     "--chunked-prefill-size --context-length --cuda-graph-max-bs --device --disable-cuda-graph "
-    "--draft-weights --dtype --overlap "
+    "--draft-weights --dtype --load-format --overlap "
+    "--simulate-accept-length --simulate-acceptance "
     "--max-running-requests --num-pages --page-size --tp"
 )
 SPECULATION = (

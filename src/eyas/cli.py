@@ -220,6 +220,8 @@ def info(engine: EngineConfig, model: Model = "smollm2", drafter: Drafter = "aut
 
     _show_facts("machine", machine(engine))
     wanted = None if drafter == "none" else drafter
+    if engine.simulated:
+        typer.secho(f"SIMULATED: {engine.simulated}", fg="red", err=True)
     _show_facts(f"model {model}", checkpoint(model, wanted, engine))
 
 

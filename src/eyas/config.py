@@ -16,6 +16,7 @@ from eyas.errors import ConfigError, RequestError
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_WEIGHTS = ("auto", "full", "int8")
 OVERLAP = ("auto", "on", "off")
+LOAD_FORMATS = ("auto", "dummy")
 ALGORITHMS = ("EAGLE3", "STANDALONE", "NGRAM", "NONE")
 MAX_NODES = 64
 """Nodes of a request in one pass: the bits of an `int64` ancestor mask."""
@@ -154,6 +155,9 @@ class EngineConfig(Strict):
     disable_cuda_graph: bool = option(False, "run cycles without CUDA graphs")
     cuda_graph_max_bs: int = option(0, "most requests of a captured cycle; 0: all that may run")
     overlap: str = option("auto", "read results one cycle late: on, off, or auto (on a GPU)")
+    load_format: str = option("auto", "auto reads weights; dummy draws random ones, for timing")
+    simulate_accept_length: float = option(0.0, "mean accept length by decree, for timing; 0: real")
+    simulate_acceptance: tuple[float, ...] = option((), "the same, a rate for each draft position")
     draft_weights: str = option("auto", "weights of draft passes: full, int8, or auto")
 
     def __post_init__(self) -> None:
@@ -162,6 +166,24 @@ class EngineConfig(Strict):
             f"draft_weights {self.draft_weights!r}",
             "the kind must be known",
             f"use one of {', '.join(DRAFT_WEIGHTS)}",
+        )
+        require(
+            self.load_format in LOAD_FORMATS,
+            f"load_format {self.load_format!r}",
+            "the kind must be known",
+            f"use one of {', '.join(LOAD_FORMATS)}",
+        )
+        require(
+            all(0 <= rate <= 1 for rate in self.simulate_acceptance),
+            f"simulate_acceptance={self.simulate_acceptance}",
+            "a rate lies in 0 .. 1",
+            "give shares such as 0.7",
+        )
+        require(
+            not (self.simulate_accept_length and self.simulate_acceptance),
+            "simulate_accept_length and simulate_acceptance",
+            "one of them says all",
+            "give one",
         )
         require(
             self.overlap in OVERLAP,
@@ -181,6 +203,14 @@ class EngineConfig(Strict):
         for name in ("context_length", "num_pages", "cuda_graph_max_bs"):
             value = getattr(self, name)
             require(value >= 0, f"{name}={value}", "must not be negative", "give 0 for automatic")
+
+    @property
+    def simulated(self) -> str:
+        """What of a run's output is made up; empty where nothing is."""
+        parts = ["random weights"] if self.load_format == "dummy" else []
+        if self.simulate_accept_length or self.simulate_acceptance:
+            parts.append("acceptance by decree")
+        return ", ".join(parts)
 
 
 def require_request(condition: bool, value: str, rule: str, remedy: str) -> None:

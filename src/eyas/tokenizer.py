@@ -71,6 +71,14 @@ class Tokenizer:
         texts = {name: _text(special[name]) for name in _SPECIAL if special.get(name)}
         return cls(backend, _template(folder, settings), texts, _eos_ids(folder, backend, texts))
 
+    @classmethod
+    def of_ids(cls, vocab_size: int) -> Self:
+        """A tokenizer whose text is the ids themselves, for models without one."""
+        words = {str(i): i for i in range(vocab_size)}
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "0"))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        return cls(backend, None, {}, ())
+
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens the checkpoint puts around a text."""
         ids: list[int] = self._backend.encode(text).ids

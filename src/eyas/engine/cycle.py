@@ -22,6 +22,7 @@ from eyas.sampling import draw
 from eyas.spans import Spans
 from eyas.speculate.accept import Accepted, accept
 from eyas.speculate.drafter import Committed, DraftContext, Drafter
+from eyas.speculate.simulate import decree
 from eyas.speculate.tree import Draft
 
 
@@ -34,6 +35,8 @@ class Parts:
     attention: PagedAttention
     drafter: Drafter
     state: DeviceState
+    decreed: torch.Tensor | None = None
+    """float32[depth]: acceptance rates by decree; None: acceptance is real."""
 
     @property
     def needs_bound(self) -> bool:
@@ -58,8 +61,10 @@ def cycle(parts: Parts, slots: torch.Tensor, shape: PassShape, spans: Spans) -> 
     index = (context.kv_lens[:, None] + draft.depths + 1).flatten()
     rows = context.rows.repeat(num_nodes) if num_nodes > 1 else context.rows
     drawn = draw(logits, rows, index, sampled=shape.sampled, filtered=shape.filtered)
-    drawn = group.share(drawn)
-    accepted = accept(draft, drawn.view(-1, num_nodes))
+    drawn = group.share(drawn).view(-1, num_nodes)
+    if parts.decreed is not None and num_nodes > 1:
+        drawn = decree(draft, drawn, context.rows, context.kv_lens, parts.decreed)
+    accepted = accept(draft, drawn)
     spans.mark("commit")
     _commit(parts, context, draft, accepted)
     spans.mark("extend")

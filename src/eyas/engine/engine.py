@@ -6,14 +6,15 @@ import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.progress import Progress
 
-from eyas.checkpoint import resolve
+from eyas.checkpoint import read_config, resolve
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig, require, require_request
 from eyas.distributed.group import SOLO
 from eyas.engine.drafters import Network
-from eyas.engine.networks import CheckpointSource
+from eyas.engine.networks import CheckpointSource, DummySource, Source
 from eyas.engine.ranks import Ranks
 from eyas.engine.request import FinishReason, Request, Status, check_params
 from eyas.engine.runner import Runner, Underway, auto_pages
@@ -22,6 +23,7 @@ from eyas.errors import RequestError
 from eyas.kv.pool import PageAllocator
 from eyas.model_config import ModelConfig
 from eyas.models.decoder import Decoder
+from eyas.models.families import model_config
 from eyas.models.registry import resolve_device, resolve_dtype
 from eyas.speculate.checkpoints import find_drafter
 from eyas.speculate.drafter import Drafter
@@ -196,10 +198,13 @@ class LLM:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         folder = resolve(model)
-        self.tokenizer = Tokenizer.from_folder(folder)
+        dummy = config.load_format == "dummy"
+        self.tokenizer = _tokenizer(folder, dummy)
         wants = speculation is None or speculation.algorithm == "EAGLE3"
         place = find_drafter(drafter, model) if wants and drafter is not None else None
-        source = CheckpointSource(target=folder, drafter=place, dtype=dtype)
+        source: Source = CheckpointSource(target=folder, drafter=place, dtype=dtype)
+        if dummy:
+            source = DummySource(target=folder, with_drafter=wants and bool(drafter), dtype=dtype)
         self.ranks = Ranks(source, config.tp, config.device) if config.tp > 1 else None
         networks = self.ranks.networks if self.ranks else source.load(device, SOLO)
         self.target, self.drafter = networks.target, networks.drafter
@@ -294,6 +299,13 @@ class LLM:
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def _tokenizer(folder: Path, dummy: bool) -> Tokenizer:
+    """The checkpoint's, or ids as text for a made-up model that has none."""
+    if dummy and not (folder / "tokenizer.json").is_file():
+        return Tokenizer.of_ids(model_config(read_config(folder)).vocab_size)
+    return Tokenizer.from_folder(folder)
 
 
 def resolve_engine(

@@ -20,6 +20,7 @@ from eyas.distributed.group import Group
 from eyas.engine.drafters import Network
 from eyas.layers.linear import ANY_ROWS, row_tile
 from eyas.models.decoder import Decoder
+from eyas.models.dummy import dummy_drafter, dummy_drafter_config, dummy_target
 from eyas.models.families import model_config
 from eyas.models.registry import load_target
 from eyas.speculate.checkpoints import load_drafter
@@ -79,6 +80,33 @@ class CheckpointSource:
         drafter = None
         if self.drafter is not None:
             drafter = load_drafter(self.drafter, target.config, self.dtype, device)
+        return Networks(target=target, drafter=drafter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DummySource:
+    """Random weights in the shape of a checkpoint's config; the drafter in a usual shape."""
+
+    target: Path
+    with_drafter: bool
+    dtype: torch.dtype
+
+    def facts(self, device: torch.device) -> dict[str, str]:
+        """Types and the config."""
+        config = hashlib.sha256((self.target / "config.json").read_bytes()).hexdigest()[:16]
+        return {"dtype": str(self.dtype).removeprefix("torch."), "dummy weights of": config}
+
+    def check(self, num_ranks: int) -> None:
+        """As `CheckpointSource.check`."""
+        with torch.device("meta"):
+            Decoder(model_config(read_config(self.target)), ANY_ROWS, _Shares(num_ranks))
+
+    def load(self, device: torch.device, group: Group) -> Networks:
+        """Draw the weights."""
+        target = dummy_target(model_config(read_config(self.target)), self.dtype, device, group)
+        drafter = None
+        if self.with_drafter:
+            drafter = dummy_drafter(dummy_drafter_config(target.config), self.dtype, device)
         return Networks(target=target, drafter=drafter)
 
 

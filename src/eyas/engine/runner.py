@@ -9,7 +9,7 @@ import torch
 
 from eyas.attention import paged_attention
 from eyas.batch import PassShape, StepPlan, StepResult
-from eyas.config import EngineConfig, SpeculationConfig
+from eyas.config import EngineConfig, SpeculationConfig, require
 from eyas.engine.cycle import Parts, cycle, prefill
 from eyas.engine.drafters import Network, make_drafter
 from eyas.engine.graphs import CycleGraphs, GraphKey, Reason
@@ -19,6 +19,7 @@ from eyas.model_config import AttentionShape
 from eyas.models.decoder import Decoder
 from eyas.spans import NoSpans, Spans
 from eyas.speculate.drafter import Drafter
+from eyas.speculate.simulate import rates_for
 
 
 class Runner:
@@ -51,6 +52,7 @@ class Runner:
             attention=paged_attention(pool),
             drafter=make_drafter(drafter, target, config, speculation, make_pool),
             state=state,
+            decreed=_decreed(config, speculation, self.device),
         )
         self.graphs = CycleGraphs(self.parts, config, speculation)
         self._loaded: dict[GraphKey, tuple[int, ...]] = {}
@@ -151,6 +153,29 @@ def _to_host(x: torch.Tensor | None) -> torch.Tensor | None:
     if x is None:
         return None
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def _decreed(
+    config: EngineConfig, speculation: SpeculationConfig, device: torch.device
+) -> torch.Tensor | None:
+    """Acceptance rates float32[depth] by decree, if any were."""
+    depth, length = speculation.depth, config.simulate_accept_length
+    if not depth or not (length or config.simulate_acceptance):
+        return None
+    require(
+        length == 0 or 1 <= length <= depth + 1,
+        f"simulate_accept_length={length}",
+        f"a cycle commits 1 .. {depth + 1} tokens",
+        "give a length in this range",
+    )
+    rates = config.simulate_acceptance or rates_for(length, depth)
+    require(
+        len(rates) == depth,
+        f"{len(rates)} rates of simulated acceptance",
+        f"drafts are {depth} deep",
+        "give a rate for each position",
+    )
+    return torch.tensor(rates, device=device)
 
 
 def _pool(

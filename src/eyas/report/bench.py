@@ -84,6 +84,7 @@ def bench(
         "engine": dataclasses.asdict(engine.config),
     }
     dtype = str(llm.target.embed.weight.dtype).removeprefix("torch.")
+    record["simulated"] = engine.config.simulated
     record["seeds"] = seeds
     record["provenance"] = fingerprint() | {"device": str(engine.runner.device), "dtype": dtype}
     return record

@@ -19,7 +19,9 @@ def show(console: Console, record: dict[str, Any]) -> None:
 
 def render(record: dict[str, Any]) -> RenderableType:
     """The record's tables and closing lines."""
+    made_up = record.get("simulated")
     parts: list[RenderableType] = [
+        *([Text(f"SIMULATED: {made_up}", style="bold red")] if made_up else []),
         _warmup(record["warmup"]),
         _rates(record),
         _stages(record["stages_ms"]),
