@@ -110,8 +110,9 @@ def test_fill_refuses_a_tensor_twice() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*only .*LlamaForCausalLM"),
-        ({"architectures": None}, "only .*LlamaForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM': not implemented.*Llama"),
+        ({"architectures": None}, "'llama': not implemented; use a checkpoint of .*Llama"),
+        ({"architectures": ["GptOssForCausalLM"]}, "GptOssForCausalLM': attention sinks, .*Llama"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

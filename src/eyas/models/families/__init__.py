@@ -26,6 +26,12 @@ READERS: dict[str, Callable[[dict[str, Any]], ModelConfig]] = {
 }
 """Architecture -> reader of its config."""
 
+REFUSED = {
+    "GptOssForCausalLM": "attention sinks, experts with clamps and biases, and MXFP4 weights are "
+    "not implemented",
+}
+"""Architecture -> why it does not run here."""
+
 
 def model_config(config: dict[str, Any]) -> ModelConfig:
     """`ModelConfig` of a Hugging Face config dict (`checkpoint.read_config`).
@@ -35,10 +41,11 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
     names = [str(name) for name in config.get("architectures") or []]
     known = next((name for name in names if name in READERS), None)
     if known is None:
+        reason = next((REFUSED[name] for name in names if name in REFUSED), "not implemented")
         raise CheckpointError(
             f"architecture {', '.join(names) or config.get('model_type')!r}",
-            f"only {', '.join(READERS)} are implemented",
-            "use a checkpoint of one of these",
+            reason,
+            f"use a checkpoint of {', '.join(READERS)}",
         )
     refuse_unknown_arithmetic(config)
     return READERS[known](config)
