@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from eyas.kernels import experts as module
 from eyas.kernels.experts import experts, experts_grouped, experts_reference
 from tests.engine.guard import no_host_reads
+from tests.kernels.running import on_gpu
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 SHAPES = [(16, 4, 64, 48), (8, 2, 576, 1536), (64, 8, 256, 128), (6, 6, 96, 32), (5, 1, 32, 64)]
@@ -121,3 +122,30 @@ def test_nothing_is_read_on_the_host(way: Callable[..., torch.Tensor]) -> None:
     given = inputs(5, SHAPES[0], torch.float32)
     with no_host_reads():
         assert way(*given).shape == (5, 64)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_way_on_a_gpu(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Fault: a library product that reads groups on the host, or takes them otherwise.
+
+    Captured in a graph and replayed with other rows and choices.
+    """
+    for rows in (1, 5, 40):
+        given = tuple(x.cuda() for x in inputs(rows, shape, dtype))
+        warm = torch.cuda.Stream()
+        with torch.cuda.stream(warm):
+            experts(*given)
+        warm.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = experts(*given)
+        other = inputs(rows, shape, dtype)
+        other[0].neg_()
+        for kept, new in zip(given[:3], (other[0], other[1].flip(0), other[2]), strict=True):
+            kept.copy_(new)
+        graph.replay()
+        expected = plainly(tuple(x.cpu() for x in given))  # type: ignore[arg-type]
+        tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+        assert torch.allclose(out.cpu().double(), expected, atol=tolerance, rtol=tolerance), rows

@@ -31,6 +31,12 @@ from tests.models.beside import (
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 70}
 TYPES = ["sliding_attention", "full_attention"] * 2
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 MOE = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -44,6 +50,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, window": ("Qwen2", {**WINDOW, "max_window_layers": 2}),
     "qwen2, window nowhere": ("Qwen2", {**WINDOW, "max_window_layers": 4}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3, yarn": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN}),
     "qwen3, biases": ("Qwen3", {"head_dim": 16, "attention_bias": True, "rms_norm_eps": 1e-3}),
     "qwen3, layer types": ("Qwen3", {"head_dim": 32, **WINDOW, "layer_types": TYPES}),
     "qwen3, one kv head": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 1}),

@@ -46,8 +46,9 @@ class PagedAttention(Protocol):
 
 
 def paged_attention(pool: KVPool) -> PagedAttention:
-    """The backend for a pool: Triton on a GPU where the head dim suits it, else the reference."""
-    dim, plain = pool.shape.key_dim, pool.shape.key_dim == pool.shape.value_dim
+    """The backend for a pool: Triton on a GPU where heads suit it, else the reference."""
+    shape = pool.shape
+    dim, plain = shape.key_dim, shape.key_dim == shape.value_dim and not shape.windows
     if pool.k.device.type == "cuda" and plain and dim >= 16 and dim & (dim - 1) == 0:
         from eyas.attention.triton import TritonAttention
 
