@@ -238,6 +238,26 @@ def test_bits_do_not_depend_on_company(
         torch.set_num_threads(before)
 
 
+def check_path(one: Sequence, start: int, count: int, rng: random.Random) -> None:
+    """Four nodes of a tree of `count` behind `start` positions have the bits of plain text."""
+    length = len(one.q)
+    path = [0, *sorted(rng.sample(range(1, count), 3))]
+    mixed = sequence(length, 1, one.v.dtype, one.shape)
+    for part, whole in ((mixed.q, one.q), (mixed.k, one.k), (mixed.v, one.v)):
+        part[:start] = whole[:start]
+        for depth, node in enumerate(path):
+            part[start + node] = whole[start + depth]
+    masks = [1 << n if n not in path else 0 for n in range(count)]
+    for depth, node in enumerate(path):
+        masks[node] = sum(1 << n for n in path[: depth + 1])
+    signed = torch.tensor([m - (1 << 64) if m >> 63 else m for m in masks])
+    tree, straight = Paged([mixed], 16, length), Paged([one], 16, length)
+    tree.keep(0, start)
+    straight.keep(0, start)
+    out = tree.run([0], [start], count, ancestors=signed)[0]
+    assert torch.equal(out[path], straight.run([0], [start], 4)[0]), (start, count)
+
+
 @each_shape
 @pytest.mark.parametrize("dtype", MODEL_TYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
@@ -249,29 +269,28 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    length = 3 * BLOCK + 80
-    one = sequence(length, 0, dtype, shape)
-    rng = random.Random(threads)
+    one, rng = sequence(3 * BLOCK + 80, 0, dtype, shape), random.Random(threads)
     try:
         for start in (3, BLOCK - 9, BLOCK - 1, 2 * BLOCK - 30, 2 * BLOCK + 1, 3 * BLOCK - 2):
             for count in (4, 16, 64):
-                path = [0, *sorted(rng.sample(range(1, count), 3))]
-                mixed = sequence(length, 1, dtype, shape)
-                for part, whole in ((mixed.q, one.q), (mixed.k, one.k), (mixed.v, one.v)):
-                    part[:start] = whole[:start]
-                    for depth, node in enumerate(path):
-                        part[start + node] = whole[start + depth]
-                masks = [1 << n if n not in path else 0 for n in range(count)]
-                for depth, node in enumerate(path):
-                    masks[node] = sum(1 << n for n in path[: depth + 1])
-                signed = torch.tensor([m - (1 << 64) if m >> 63 else m for m in masks])
-                tree, straight = Paged([mixed], 16, length), Paged([one], 16, length)
-                tree.keep(0, start)
-                straight.keep(0, start)
-                out = tree.run([0], [start], count, ancestors=signed)[0]
-                assert torch.equal(out[path], straight.run([0], [start], 4)[0]), (start, count)
+                check_path(one, start, count, rng)
     finally:
         torch.set_num_threads(before)
+
+
+def test_keys_of_deepseeks_width_keep_their_bits() -> None:
+    """Fault: a library that splits sums of 576 terms by the number of rows or their place."""
+    shape = AttentionShape(
+        num_layers=2, num_kv_heads=1, key_dim=576, value_dim=512, scale=0.1, latent=True
+    )
+    one, start = sequence(BLOCK + 90, 0, torch.float32, shape), BLOCK - 3
+    single = Paged([one], 16, len(one.q))
+    single.keep(0, start)
+    expected = torch.cat([single.run([0], [start + n], 1)[0] for n in range(17)])
+    for count in (2, 5, 8, 17):
+        assert torch.equal(single.run([0], [start], count)[0], expected[:count]), count
+    for count in (6, 40):
+        check_path(one, start, count, random.Random(count))
 
 
 @each_shape
