@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from eyas.errors import ConfigError
 from eyas.models.decoder import Decoder
 from eyas.speculate.checkpoints import load_drafter
 from eyas.train.corpus import Corpus, pack
@@ -61,7 +62,7 @@ def test_a_few_steps_train_and_export(target: Decoder, tmp_path: Path) -> None:
             assert torch.equal(place.into, drafter.places()[name].into), name
 
 
-def test_a_latent_drafter_learns(target: Decoder) -> None:
+def test_a_latent_drafter_learns(target: Decoder, tmp_path: Path) -> None:
     """Fault: gradients lost in the absorbed form. Every parameter has one, and the loss falls."""
     drafter = tiny_drafter(mla=LATENT, aux_layers=(2, 3, 4)).requires_grad_(True)
     ids, corpus = np.arange(3), text()
@@ -77,6 +78,8 @@ def test_a_latent_drafter_learns(target: Decoder) -> None:
         optimizer.zero_grad()
         losses.append(float(outcome.loss.detach()))
     assert losses[-1] < losses[0] - 0.1
+    with pytest.raises(ConfigError, match="latent attention"):
+        export_specforge(drafter, tmp_path, torch.float32)
     names = drafter_tensors(drafter, torch.float32)
     assert names["midlayer.self_attn.kv_b_proj.weight"].shape == (4 * 64, 32)
     assert names["midlayer.self_attn.kv_a_proj_with_mqa.weight"].shape == (48, 128)

@@ -33,13 +33,13 @@ def checkpoint(model: str, drafter: str | None, config: EngineConfig) -> dict[st
     target = model_config(raw)
     parameters = num_parameters(target)
     kv_type = torch.float32 if device.type == "cpu" else dtype
-    kv_values = 2 * target.num_layers * target.num_kv_heads * target.head_dim
+    kv_values = target.num_layers * target.attention_shape().values_per_position
     return {
         "folder": str(folder),
         "architecture": ", ".join(raw.get("architectures") or ["unknown"]),
         "layers": target.num_layers,
         "hidden": target.hidden_size,
-        "heads": f"{target.num_heads} query, {target.num_kv_heads} KV, dimension {target.head_dim}",
+        "heads": _heads(target),
         "vocabulary": target.vocab_size,
         "context": target.max_position,
         "parameters": parameters,
@@ -54,6 +54,14 @@ def num_parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
         model = Decoder(config)
     return sum(p.numel() for p in model.parameters())
+
+
+def _heads(config: ModelConfig) -> str:
+    """Attention in words."""
+    if config.mla is None:
+        return f"{config.num_heads} query, {config.num_kv_heads} KV, dimension {config.head_dim}"
+    kept = f"{config.mla.kv_lora_rank} + {config.mla.rope_dim}"
+    return f"{config.num_heads} query over one latent of {kept} numbers"
 
 
 def _drafter(drafter: str | None, model: str, target: ModelConfig) -> str:

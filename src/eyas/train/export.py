@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from eyas.config import require
 from eyas.errors import ConfigError
 from eyas.model_config import DrafterConfig, RopeConfig
 from eyas.models.eagle3 import Eagle3
@@ -29,7 +30,7 @@ def export_specforge(module: Eagle3, folder: Path, dtype: torch.dtype) -> None:
     1, as boundaries otherwise. Raises `ConfigError` for a first boundary of 1, which that rule
     cannot tell from an output.
     """
-    config = module.config
+    config = _writable(module.config)
     if config.aux_layers[0] == 1:
         raise ConfigError(
             f"auxiliary boundaries {list(config.aux_layers)}",
@@ -66,7 +67,7 @@ def export_speculators(
     `verifier_name` is the target's hub id or path, `speculative_tokens` the chain length proposed
     to the server. Layer ids are boundaries.
     """
-    config = module.config
+    config = _writable(module.config)
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": speculative_tokens,
@@ -119,6 +120,17 @@ def drafter_tensors(module: Eagle3, dtype: torch.dtype) -> dict[str, torch.Tenso
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _writable(config: DrafterConfig) -> DrafterConfig:
+    """`config`, if these formats can say it."""
+    require(
+        config.mla is None,
+        "a drafter with latent attention",
+        "the formats written here know ordinary heads alone",
+        "train a drafter with ordinary heads",
+    )
+    return config
 
 
 def _layer_settings(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
