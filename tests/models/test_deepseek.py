@@ -28,6 +28,7 @@ from tests.models.beside import (
     check_training_forward,
     check_tree,
 )
+from tests.quantising import Tensors, fp8_config, int4_config, quantise_folder, to_fp8, to_int4
 
 YARN = {
     "rope_type": "yarn",
@@ -191,6 +192,54 @@ def test_the_older_spelling_of_yarn_means_the_same(tmp_path: Path, save_deepseek
     config = rewrite(tmp_path, **old, rope_scaling={"type": "yarn", **scaling})
     longest = model_config(config).rope.original_max_position
     assert longest == config["max_position_embeddings"]
+
+
+def test_block_fp8_is_its_dequantised_self(tmp_path: Path, save_deepseek: Save) -> None:
+    """Fault: rotary rows reordered with scales of other rows; a prediction layer's scale spare."""
+    save_deepseek(tmp_path, "v3", rope_parameters=YARN)
+    path = tmp_path / "model.safetensors"
+    extra = {"model.layers.4.eh_proj.weight": torch.ones(32, 32)}
+    save_file({**load_file(path), **extra}, path)
+    check_quantised(
+        tmp_path,
+        lambda name: "proj.weight" in name,
+        lambda name, weight: to_fp8(name, weight, (16, 32)),
+        fp8_config((16, 32)),
+    )
+
+
+def test_packed_int4_experts_are_their_dequantised_selves(
+    tmp_path: Path, save_deepseek: Save
+) -> None:
+    """Fault: Kimi's experts packed under the wrapper's prefix not found."""
+    saved(tmp_path, "kimi k2.5", save_deepseek)
+    check_quantised(
+        tmp_path,
+        lambda name: ".mlp.experts." in name,
+        lambda name, weight: to_int4(name, weight, 32),
+        int4_config(32, ignore=["re:.*self_attn.*", "re:.*shared_experts.*", "lm_head"]),
+    )
+
+
+def check_quantised(
+    folder: Path,
+    chosen: Callable[[str], bool],
+    quantise: Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]],
+    quantization: dict[str, Any],
+) -> None:
+    """The checkpoint in `folder`, quantised, loads as the weights that its numbers mean."""
+    plain = load_target(folder, torch.float32, CPU)
+    config = (folder / "config.json").read_text(encoding="utf-8")
+    meant = quantise_folder(folder, chosen, quantise, quantization)
+    ours = load_target(folder, torch.float32, CPU)
+    (folder / "model.safetensors.index.json").unlink()
+    save_file(meant, folder / "model.safetensors")
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    theirs = load_target(folder, torch.float32, CPU)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(parameter, ours.get_parameter(name)), name
+    name = "blocks.3.mlp.experts.down"
+    assert not torch.equal(plain.get_parameter(name), ours.get_parameter(name)), "was it rounded?"
 
 
 @pytest.mark.parametrize(

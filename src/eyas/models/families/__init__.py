@@ -17,7 +17,6 @@ READERS: dict[str, Callable[[dict[str, Any]], ModelConfig]] = {
     "DeepseekV2ForCausalLM": read_deepseek_v2,
     "DeepseekV3ForCausalLM": read_deepseek_v3,
     "KimiK25ForConditionalGeneration": read_kimi,
-    "Kimi_K25ForConditionalGeneration": read_kimi,
     "LlamaForCausalLM": read_llama,
     "MistralForCausalLM": read_mistral,
     "Qwen2ForCausalLM": read_qwen2,
