@@ -128,3 +128,26 @@ def test_move_reads_before_it_writes() -> None:
     before_v[:, :, target] = before_v[:, :, source]
     assert torch.equal(pool.k, before_k)
     assert torch.equal(pool.v, before_v)
+
+
+def test_a_latent_pool_keeps_keys_alone() -> None:
+    """Fault: latents written, gathered or moved once as keys and once more as values."""
+    shape = AttentionShape(
+        num_layers=2, num_kv_heads=1, key_dim=6, value_dim=4, scale=1.0, latent=True
+    )
+    pool = KVPool(shape, num_pages=9, page_size=4, dtype=torch.float32, device=CPU)
+    keys, rows = torch.randn(3, 1, 6), torch.tensor([17, 3, 30])
+    pool.write(1, rows, keys, torch.full((3, 1, 4), torch.nan))
+    assert torch.equal(pool.k[1, 0, rows], keys[:, 0])
+    assert torch.equal(pool.v[1, 0, rows], keys[:, 0, :4])
+    assert pool.v.untyped_storage().data_ptr() == pool.k.untyped_storage().data_ptr()
+    pool.k.copy_(torch.randn(pool.k.shape))
+    before = pool.k.clone()
+    source, target = torch.tensor([5, 6, 9]), torch.tensor([4, 5, 6])
+    pool.move(source, target)
+    before[:, :, target] = before[:, :, source]
+    assert torch.equal(pool.k, before)
+    gathered, untouched = torch.empty(2, 24), torch.full((2, 16), -1.0)
+    pool.gather(1, torch.tensor([7, 2]), gathered, untouched)
+    assert torch.equal(gathered.view(2, 4, 6), pool.k[1, 0].view(9, 4, 6)[[7, 2]])
+    assert (untouched == -1.0).all()

@@ -26,6 +26,8 @@ SWITCHES: list[dict[str, Any]] = [
     {"own_embedding": True, "rope": RopeConfig(theta=5e5, kind="llama3", factor=8.0)},
     {"aux_layers": (3, 5, 8), "rope": RopeConfig(kind="linear", factor=2.0)},
     {"aux_layers": (2, 8), "draft_vocab_size": 128, "head_dim": 16},
+    {"rope": RopeConfig(kind="yarn", factor=40.0, mscale=0.7, mscale_all_dim=1.0, truncate=False)},
+    {"rope": RopeConfig(kind="yarn", factor=4.0, beta_fast=8.0, attention_factor=1.5)},
 ]
 
 
