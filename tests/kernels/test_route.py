@@ -88,5 +88,16 @@ def test_compiles_for_hopper(groups: int) -> None:
     compiles(module._kernel, types | {"factor": "fp32"}, sizes | blocks | kind, num_warps=1)
 
 
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("num_experts", [5, 7, 60, 64])
+def test_a_row_of_the_reference_has_its_own_bits(num_experts: int, scoring: str) -> None:
+    """Fault: a library that computes the last numbers of a tensor otherwise than the others."""
+    config = MoEConfig(num_experts=num_experts, top_k=4, intermediate_size=8, scoring=scoring)
+    logits = torch.randn(50, num_experts, generator=torch.Generator().manual_seed(0)) * 3
+    _, together = module.route_reference(logits, config)
+    alone = [module.route_reference(logits[i : i + 4], config)[1] for i in range(0, 48, 4)]
+    assert torch.equal(torch.cat(alone), together[:48])
+
+
 if __name__ == "__main__":
     run_grid()

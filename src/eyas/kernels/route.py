@@ -8,9 +8,13 @@ logits are, a row's experts are different ones that exist.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from eyas.kernels.lang import block_of, runs_kernels, tl, triton
 from eyas.model_config import MoEConfig
+
+LANES = 32
+"""On a CPU the rest of a tensor behind a multiple of this is rounded otherwise by `sigmoid`."""
 
 
 def route_reference(
@@ -18,7 +22,7 @@ def route_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `route`."""
     logits = logits.float()
-    scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(-1)
+    scores = _sigmoid(logits) if config.scoring == "sigmoid" else logits.softmax(-1)
     ranked = scores if bias is None else scores + bias
     if config.num_groups > 1:
         ranked = _in_best_groups(ranked, config)
@@ -27,6 +31,12 @@ def route_reference(
     if config.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return ids, weights * config.scaling_factor
+
+
+def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    """Sigmoid of rows [T, E] whose bits do not depend on the number of rows."""
+    size = logits.shape[1]
+    return F.pad(logits, (0, -size % LANES)).sigmoid()[:, :size]
 
 
 def _in_best_groups(ranked: torch.Tensor, config: MoEConfig) -> torch.Tensor:
