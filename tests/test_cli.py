@@ -23,7 +23,7 @@ from tests.chat_model import write_chat_model, write_drafter
 
 ENGINE = (
     "--chunked-prefill-size --context-length --cuda-graph-max-bs --device --disable-cuda-graph "
-    "--draft-weights --dtype --load-format --overlap "
+    "--draft-weights --dtype --load-format --memory-limit --overlap "
     "--simulate-accept-length --simulate-acceptance "
     "--max-running-requests --num-pages --page-size --tp"
 )

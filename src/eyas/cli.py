@@ -109,7 +109,7 @@ def demo(engine: EngineConfig, model: Model = "smollm2", drafter: Drafter = "aut
     """Show plain decoding and EAGLE-3 side by side, their equal texts, and the speed-up."""
     from eyas.report.demo import demo as show_demo
 
-    if not show_demo(_load(model, drafter, engine, None), Console(highlight=False)):
+    if not show_demo(_load(model, drafter, engine, None, engines=2), Console(highlight=False)):
         raise typer.Exit(1)
 
 
@@ -196,7 +196,8 @@ def bench(
     _check_writable(json_file)
     if engine.max_running_requests < bench_config.batch_size:
         engine = dataclasses.replace(engine, max_running_requests=bench_config.batch_size)
-    llm = _load(model, drafter, engine, speculation)
+    engines = 2 + bench_config.compare_noise
+    llm = _load(model, drafter, engine, speculation, engines)
     record = measure(llm, texts, bench_config, sampling, Console(stderr=True).is_terminal)
     record["flags"] |= {"model": model, "drafter": drafter}
     show(Console(highlight=False), record)
@@ -226,12 +227,22 @@ def info(engine: EngineConfig, model: Model = "smollm2", drafter: Drafter = "aut
 
 
 def _load(
-    model: str, drafter: str, engine: EngineConfig, speculation: SpeculationConfig | None
+    model: str,
+    drafter: str,
+    engine: EngineConfig,
+    speculation: SpeculationConfig | None,
+    engines: int = 1,
 ) -> LLM:
     from eyas.engine.engine import LLM
 
-    wanted = None if drafter == "none" else drafter
-    return LLM(model, drafter=wanted, speculation=speculation, config=engine, progress=True)
+    return LLM(
+        model,
+        drafter=None if drafter == "none" else drafter,
+        speculation=speculation,
+        config=engine,
+        progress=True,
+        engines=engines,
+    )
 
 
 def _turn(pieces: Any) -> None:

@@ -149,8 +149,9 @@ class EngineConfig(Strict):
     max_running_requests: int = option(8, "requests decoded together")
     context_length: int = option(0, "longest request in tokens; 0 takes the model's")
     page_size: int = option(16, "KV positions per page")
-    num_pages: int = option(0, "pages in the pool; 0: enough for every running request")
-    chunked_prefill_size: int = option(512, "prompt tokens prefilled per step")
+    num_pages: int = option(0, "pages in the pool; 0: enough for every request, or what fits")
+    memory_limit: float = option(0.0, "GiB that one rank may take; 0: what its device has free")
+    chunked_prefill_size: int = option(512, "rows of prompts prefilled per step")
     seed: int = option(0, "seed of requests that bring none")
     disable_cuda_graph: bool = option(False, "run cycles without CUDA graphs")
     cuda_graph_max_bs: int = option(0, "most requests of a captured cycle; 0: all that may run")
@@ -200,9 +201,10 @@ class EngineConfig(Strict):
         for name in ("tp", "max_running_requests", "page_size", "chunked_prefill_size"):
             value = getattr(self, name)
             require(value >= 1, f"{name}={value}", "must be at least 1", f"give {name} >= 1")
-        for name in ("context_length", "num_pages", "cuda_graph_max_bs"):
+        for name in ("context_length", "num_pages", "memory_limit", "cuda_graph_max_bs"):
             value = getattr(self, name)
-            require(value >= 0, f"{name}={value}", "must not be negative", "give 0 for automatic")
+            fine = 0 <= value < float("inf")
+            require(fine, f"{name}={value}", "must not be negative", "give 0 for automatic")
 
     @property
     def simulated(self) -> str:

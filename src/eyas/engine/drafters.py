@@ -114,11 +114,17 @@ def _check_size(
 
 def _quick(drafter: Eagle3, config: EngineConfig, weight: torch.Tensor) -> Eagle3 | None:
     """The drafter with 8-bit weights, where it can draft faster."""
-    able = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    rounds = drafts_rounded(config, weight.device, weight.dtype)
     require(
-        able or config.draft_weights != "int8",
+        rounds or config.draft_weights != "int8",
         f"draft_weights int8 in {weight.dtype} on {weight.device.type}",
         "8-bit draft passes are made for bfloat16 on a CPU",
         "use auto or full",
     )
-    return drafter.rounded() if able and config.draft_weights != "full" else None
+    return drafter.rounded() if rounds else None
+
+
+def drafts_rounded(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether an EAGLE-3 network on `device` drafts with a copy in 8 bits."""
+    able = device.type == "cpu" and dtype == torch.bfloat16
+    return able and config.draft_weights != "full"

@@ -8,13 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.progress import Progress
 
 from eyas.checkpoint import read_config, resolve
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig, require, require_request
 from eyas.distributed.group import SOLO
+from eyas.engine.admission import admit
+from eyas.engine.budget import Budget, Case, predict
 from eyas.engine.drafters import Network
-from eyas.engine.networks import CheckpointSource, DummySource, Source
+from eyas.engine.networks import CheckpointSource, DummySource, FolderSource
 from eyas.engine.ranks import Ranks
 from eyas.engine.request import FinishReason, Request, Status, check_params
 from eyas.engine.runner import Runner, Underway, auto_pages
@@ -193,7 +196,12 @@ class LLM:
         speculation: SpeculationConfig | None = None,
         config: EngineConfig | None = None,
         progress: bool = False,
+        engines: int = 1,
     ) -> None:
+        """Raises `CapacityError` before anything is loaded that does not fit.
+
+        `engines` is how many will share the weights, this one and its siblings: each has its pools.
+        """
         config = config or EngineConfig()
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
@@ -202,16 +210,15 @@ class LLM:
         self.tokenizer = _tokenizer(folder, dummy)
         wants = speculation is None or speculation.algorithm == "EAGLE3"
         place = find_drafter(drafter, model) if wants and drafter is not None else None
-        source: Source = CheckpointSource(target=folder, drafter=place, dtype=dtype)
+        source: FolderSource = CheckpointSource(target=folder, drafter=place, dtype=dtype)
         if dummy:
             source = DummySource(target=folder, with_drafter=wants and bool(drafter), dtype=dtype)
+        self.case = _case(source, config, speculation, device, engines)
+        speculation, config = self.case.speculation, admit(self.case)
         self.ranks = Ranks(source, config.tp, config.device) if config.tp > 1 else None
         networks = self.ranks.networks if self.ranks else source.load(device, SOLO)
         self.target, self.drafter = networks.target, networks.drafter
         self.target_config: ModelConfig = self.target.config
-        if speculation is None:
-            known = self.drafter is not None
-            speculation = SpeculationConfig() if known else SpeculationConfig(algorithm="NONE")
         self.engine = Engine(
             self.target,
             self.tokenizer,
@@ -227,7 +234,7 @@ class LLM:
         other = object.__new__(LLM)
         other.tokenizer, other.target = self.tokenizer, self.target
         other.target_config, other.drafter = self.target_config, self.drafter
-        other.ranks = self.ranks
+        other.ranks, other.case = self.ranks, self.case
         other.engine = Engine(
             self.target,
             self.tokenizer,
@@ -237,6 +244,10 @@ class LLM:
             ranks=self.ranks,
         )
         return other
+
+    def budget(self) -> Budget:
+        """The memory that was planned with, of one rank."""
+        return predict(self.case.change(num_pages=self.engine.config.num_pages))
 
     def close(self) -> None:
         """End the processes of other ranks; nothing can be generated afterwards if there were any.
@@ -306,6 +317,32 @@ def _tokenizer(folder: Path, dummy: bool) -> Tokenizer:
     if dummy and not (folder / "tokenizer.json").is_file():
         return Tokenizer.of_ids(model_config(read_config(folder)).vocab_size)
     return Tokenizer.from_folder(folder)
+
+
+def _case(
+    source: FolderSource,
+    config: EngineConfig,
+    speculation: SpeculationConfig | None,
+    device: torch.device,
+    engines: int,
+) -> Case:
+    """What is to be loaded; its number of pages is as the user gave it.
+
+    Without `speculation` a drafter there is drafts as it was trained to.
+    """
+    target, drafter = source.configs()
+    if speculation is None:
+        speculation = SpeculationConfig(algorithm="NONE" if drafter is None else "EAGLE3")
+    resolved = resolve_engine(config, speculation, target)
+    return Case(
+        target=target,
+        drafter=drafter,
+        config=dataclasses.replace(resolved, num_pages=config.num_pages),
+        speculation=speculation,
+        device=device,
+        dtype=source.dtype,
+        engines=engines,
+    )
 
 
 def resolve_engine(

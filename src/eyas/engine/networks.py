@@ -18,12 +18,14 @@ import torch
 from eyas.checkpoint import read_config
 from eyas.distributed.group import Group
 from eyas.engine.drafters import Network
-from eyas.layers.linear import ANY_ROWS, row_tile
+from eyas.engine.rehearsal import Shares, hollow
+from eyas.layers.linear import row_tile
+from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.decoder import Decoder
 from eyas.models.dummy import dummy_drafter, dummy_drafter_config, dummy_target
 from eyas.models.families import model_config
 from eyas.models.registry import load_target
-from eyas.speculate.checkpoints import load_drafter
+from eyas.speculate.checkpoints import drafter_config, load_drafter
 from eyas.speculate.drafter import Drafter
 
 SAMPLE_BYTES = 1 << 16
@@ -71,8 +73,14 @@ class CheckpointSource:
 
     def check(self, num_ranks: int) -> None:
         """Build a rank's network without memory: its layers say what does not divide."""
-        with torch.device("meta"):
-            Decoder(model_config(read_config(self.target)), ANY_ROWS, _Shares(num_ranks))
+        config, group = model_config(read_config(self.target)), Shares(num_ranks)
+        hollow(lambda: Decoder(config, group=group), self.dtype)
+
+    def configs(self) -> tuple[ModelConfig, DrafterConfig | ModelConfig | None]:
+        """Of target and drafter; raises `CheckpointError` as their readers do."""
+        target = model_config(read_config(self.target))
+        drafter = None if self.drafter is None else drafter_config(self.drafter, target)
+        return target, drafter
 
     def load(self, device: torch.device, group: Group) -> Networks:
         """Read both checkpoints; raises `CheckpointError` as their loaders do."""
@@ -98,8 +106,13 @@ class DummySource:
 
     def check(self, num_ranks: int) -> None:
         """As `CheckpointSource.check`."""
-        with torch.device("meta"):
-            Decoder(model_config(read_config(self.target)), ANY_ROWS, _Shares(num_ranks))
+        config, group = model_config(read_config(self.target)), Shares(num_ranks)
+        hollow(lambda: Decoder(config, group=group), self.dtype)
+
+    def configs(self) -> tuple[ModelConfig, DrafterConfig | None]:
+        """Of target and drafter."""
+        target = model_config(read_config(self.target))
+        return target, dummy_drafter_config(target) if self.with_drafter else None
 
     def load(self, device: torch.device, group: Group) -> Networks:
         """Draw the weights."""
@@ -110,11 +123,8 @@ class DummySource:
         return Networks(target=target, drafter=drafter)
 
 
-class _Shares(Group):
-    """A group that nobody talks in: it only says how many shares there are."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
+FolderSource = CheckpointSource | DummySource
+"""Sources that know configs before they load."""
 
 
 def digest(folder: Path) -> str:

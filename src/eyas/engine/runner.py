@@ -32,12 +32,17 @@ class Runner:
         config: EngineConfig,
         speculation: SpeculationConfig,
         num_pages: int,
+        home: torch.device | None = None,
     ) -> None:
-        """`config.context_length` is resolved; `drafter`: a network, a model or a `Drafter`."""
+        """`config.context_length` is resolved; `drafter`: a network, a model or a `Drafter`.
+
+        `home`: the device to build for, where the networks only stand in on another one.
+        """
         weight = target.embed.weight
         self.device = weight.device
         self.spans: Spans = NoSpans()
-        make_pool = partial(_pool, num_pages=num_pages, config=config, weight=weight)
+        home = home or self.device
+        make_pool = partial(_pool, num_pages=num_pages, config=config, weight=weight, home=home)
         pool = make_pool(target.config.attention_shape(target.group.size))
         width = config.context_length + speculation.scratch
         state = DeviceState(
@@ -179,14 +184,18 @@ def _decreed(
 
 
 def _pool(
-    shape: AttentionShape, num_pages: int, config: EngineConfig, weight: torch.Tensor
+    shape: AttentionShape,
+    num_pages: int,
+    config: EngineConfig,
+    weight: torch.Tensor,
+    home: torch.device,
 ) -> KVPool:
     """A pool beside `weight`; on a CPU in float32, so that attention need not convert."""
     return KVPool(
         shape,
         num_pages=num_pages,
         page_size=config.page_size,
-        dtype=torch.float32 if weight.device.type == "cpu" else weight.dtype,
+        dtype=torch.float32 if home.type == "cpu" else weight.dtype,
         device=weight.device,
     )
 

@@ -171,14 +171,19 @@ class Scheduler:
         return inits
 
     def _chunks(self) -> list[PrefillChunk]:
-        """Chunks of prompts, oldest request first, up to the budget of tokens."""
-        budget, chunks = self.config.chunked_prefill_size, []
-        for request in self.active:
-            if request.status is not Status.PREFILL or budget <= 0:
-                continue
+        """Chunks of prompts, oldest request first.
+
+        The pass pads them to the longest, and has at most `chunked_prefill_size` rows with that.
+        """
+        chunks: list[PrefillChunk] = []
+        longest = 0
+        for request in [r for r in self.active if r.status is Status.PREFILL]:
+            room = self.config.chunked_prefill_size // (len(chunks) + 1)
+            if room < max(longest, 1):
+                break
             start = request.num_prefilled
-            end = min(request.length, start + budget)
-            budget -= end - start
+            end = min(request.length, start + room)
+            longest = max(longest, end - start)
             request.num_prefilled = end
             behind = request.tokens(end, end + 1)
             if not behind:

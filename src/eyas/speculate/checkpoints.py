@@ -120,6 +120,32 @@ def load_drafter(
     SpecForge's own trainer and the servers read differently. Raises `CheckpointError` for another
     network, another target, or tensors that do not fit.
     """
+    drafter, tensors = _read(path, target, aux_layers_override, feedback_override)
+    ids = target_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), drafter)
+    module = Eagle3(drafter, row_tile(device, dtype))
+    allocate(module, dtype, device)
+    fill(module.places(), tensors.items())
+    module.target_ids = ids.to(device)
+    return module.eval()
+
+
+def drafter_config(path: Path, target: ModelConfig) -> DrafterConfig:
+    """What `load_drafter` would load; raises `CheckpointError` as it does, before memory is taken.
+
+    Tensors of the folder are mapped, not read.
+    """
+    drafter, tensors = _read(path, target)
+    target_ids(tensors.get("d2t"), tensors.get("t2d"), drafter)
+    return drafter
+
+
+def _read(
+    path: Path,
+    target: ModelConfig,
+    aux_layers_override: Sequence[int] | None = None,
+    feedback_override: bool | None = None,
+) -> tuple[DrafterConfig, Tensors]:
+    """The drafter's config, and its tensors under the names of `Eagle3.places`."""
     config = read_config(path)
     tensors = dict(dequantised(tensor_stream(path), quantization_config(config)))
     form = detect_format(config, tensors)
@@ -136,12 +162,7 @@ def load_drafter(
         drafter = dataclasses.replace(drafter, norm_output=feedback_override)
     _check_target(drafter, target)
     _check_fusion(drafter, tensors)
-    ids = target_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), drafter)
-    module = Eagle3(drafter, row_tile(device, dtype))
-    allocate(module, dtype, device)
-    fill(module.places(), tensors.items())
-    module.target_ids = ids.to(device)
-    return module.eval()
+    return drafter, tensors
 
 
 def target_ids(
