@@ -51,6 +51,7 @@ RANKS = {
 GROUND = {
     "config": {"errors"},
     "model_config": {"config"},
+    "kernels": {"sampling"},
     "checkpoint": {"gguf_folder"},
     "distributed": {"fingerprint"},
 }

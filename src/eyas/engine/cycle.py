@@ -16,9 +16,9 @@ from eyas.attention import PagedAttention
 from eyas.batch import ForwardBatch, ForwardMode, PassShape
 from eyas.distributed.group import Group
 from eyas.engine.state import DeviceState
+from eyas.kernels.draw import draw
 from eyas.kv.pool import KVPool, flat_rows
 from eyas.models.decoder import Decoder
-from eyas.sampling import draw
 from eyas.spans import Spans
 from eyas.speculate.accept import Accepted, accept
 from eyas.speculate.drafter import Committed, DraftContext, Drafter
@@ -55,12 +55,12 @@ def cycle(parts: Parts, slots: torch.Tensor, shape: PassShape, spans: Spans) -> 
     group = parts.target.group
     draft = _agreed(group, parts.drafter.propose(context))
     spans.mark("verify")
-    logits, aux = _verify(parts, context, draft)
-    spans.mark("accept")
     num_nodes = draft.tokens.shape[1]
-    index = (context.kv_lens[:, None] + draft.depths + 1).flatten()
-    rows = context.rows.repeat(num_nodes) if num_nodes > 1 else context.rows
-    drawn = draw(logits, rows, index, sampled=shape.sampled, filtered=shape.filtered)
+    positions = (context.kv_lens[:, None] + draft.depths).flatten()
+    logits, aux = _verify(parts, context, draft, positions)
+    spans.mark("accept")
+    kind = {"sampled": shape.sampled, "filtered": shape.filtered}
+    drawn = draw(logits, context.rows, positions, 1, **kind)
     drawn = group.share(drawn).view(-1, num_nodes)
     if parts.decreed is not None and num_nodes > 1:
         drawn = decree(draft, drawn, context.rows, context.kv_lens, parts.decreed)
@@ -161,14 +161,14 @@ def _agreed(group: Group, draft: Draft) -> Draft:
 
 
 def _verify(
-    parts: Parts, context: DraftContext, draft: Draft
+    parts: Parts, context: DraftContext, draft: Draft, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Target logits [B * N, V] of the tree, and its aux states if the drafter wants them."""
     num_nodes = draft.tokens.shape[1]
     batch = ForwardBatch(
         mode=ForwardMode.TARGET_VERIFY if num_nodes > 1 else ForwardMode.DECODE,
         tokens=draft.tokens.flatten(),
-        positions=(context.kv_lens[:, None] + draft.depths).flatten(),
+        positions=positions,
         prefix_lens=context.kv_lens,
         page_table=context.page_table,
         num_new=num_nodes,

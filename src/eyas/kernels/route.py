@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from eyas.kernels.lang import block_of, runs_kernels, tl, triton
+from eyas.kernels.order import key_of, number_of, without
 from eyas.model_config import MoEConfig
 
 LANES = 32
@@ -50,22 +51,6 @@ def _in_best_groups(ranked: torch.Tensor, config: MoEConfig) -> torch.Tensor:
 
 
 @triton.jit
-def _key(score, number, there):  # type: ignore[no-untyped-def]
-    """int64 that orders by score, then by lower number; what is not there comes last."""
-    score = tl.where(score == score, score, float("-inf"))
-    bits = score.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
-    return tl.where(there, key, -0x8000000000000000)
-
-
-@triton.jit
-def _number(key):  # type: ignore[no-untyped-def]
-    """The number in a key."""
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     bias_ptr,
@@ -100,26 +85,27 @@ def _kernel(  # type: ignore[no-untyped-def]
         ranked = ranked / total
     if BIASED:
         ranked += tl.load(bias_ptr + number, there, 0.0)
+    ranked = tl.where(ranked == ranked, ranked, float("-inf"))
     if GROUPS > 1:
         worth = tl.max(tl.where(there, ranked, float("-inf")), 1)
         if TOP2:
-            first = tl.max(_key(ranked, number, there), 1)
-            others = there & (number != _number(first)[:, None])
+            first = tl.max(without(key_of(ranked, number), ~there), 1)
+            others = there & (number != number_of(first)[:, None])
             worth += tl.max(tl.where(others, ranked, float("-inf")), 1)
-        groups = _key(worth, group, group < GROUPS)
+        groups = without(key_of(worth, group), group >= GROUPS)
         kept = group < 0
         for _ in tl.static_range(TOP_GROUPS):
-            best = _number(tl.max(groups, 0))
+            best = number_of(tl.max(groups, 0))
             kept = kept | (group == best)
-            groups = tl.where(group == best, -0x8000000000000000, groups)
+            groups = without(groups, group == best)
         there = there & kept[:, None]
-    keys = _key(ranked, number, there)
+    keys = without(key_of(ranked, number), ~there)
     place = tl.arange(0, K_BLOCK)
     chosen = tl.zeros([K_BLOCK], tl.int32)
     for k in tl.static_range(TOP_K):
-        best = _number(tl.max(tl.max(keys, 1), 0))
+        best = number_of(tl.max(tl.max(keys, 1), 0))
         chosen = tl.where(place == k, best, chosen)
-        keys = tl.where(number == best, -0x8000000000000000, keys)
+        keys = without(keys, number == best)
     used = place < TOP_K
     own = tl.load(logits_ptr + row * experts + chosen, used, float("-inf")).to(tl.float32)
     weights = 1.0 / (1.0 + tl.exp(-own)) if SIGMOID else tl.exp(own - top) / total

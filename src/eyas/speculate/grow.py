@@ -14,7 +14,7 @@ import torch
 
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
-from eyas.sampling import SamplingRows, gumbel_noise, scale
+from eyas.kernels.draw import candidates
 from eyas.speculate.drafter import DraftContext
 from eyas.speculate.tree import Draft, chain_draft, select_nodes, tree_draft
 
@@ -59,8 +59,7 @@ class Growth:
 
         logits [B, Vd] and the fed-back state `hidden` [B, F] are those of the row that draws them.
         """
-        index = context.kv_lens + counts + 1
-        tokens, scores = self._candidates(logits, context.rows, index, context.sampled)
+        tokens, scores = self._candidates(logits, context, context.kv_lens + counts, 1)
         self.hidden[context.slots] = hidden
         self.tokens[context.slots] = tokens
         self.scores[context.slots] = scores
@@ -123,9 +122,7 @@ class Growth:
             tail_offset=(step - 1) * topk,
         )
         logits, hidden = self._run(batch, frontier.hidden.flatten(0, 1))
-        rows = context.rows.repeat(topk) if topk > 1 else context.rows
-        index = (context.kv_lens + step + 1).repeat_interleave(topk)
-        tokens, scores = self._candidates(logits, rows, index, context.sampled)
+        tokens, scores = self._candidates(logits, context, context.kv_lens, step + 1)
         total = scores.view(num_requests, topk, topk) + frontier.scores[:, :, None]
         parents = frontier.pool_index[:, :, None].expand(-1, -1, topk)
         children = _Children(
@@ -159,23 +156,19 @@ class Growth:
         )
 
     def _candidates(
-        self, logits: torch.Tensor, rows: SamplingRows, index: torch.Tensor, sampled: bool
+        self, logits: torch.Tensor, context: DraftContext, index: torch.Tensor, ahead: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Best topk target ids int64[R, topk] and their log scores of draft logits [R, Vd].
-
-        With noise the score is the log-softmax of the perturbed logits: it ranks nodes by how
-        surely the target, under the same noise, draws them.
-        """
-        topk = self.config.eagle_topk
-        scores = scale(logits, rows) if sampled else logits.float()
-        if sampled and self.config.shared_noise:
-            noise = gumbel_noise(rows.seed, index, self.target_ids)
-            scores = torch.where((rows.temperature > 0)[:, None], scores + noise, scores)
-        if topk == 1:
-            best = scores.max(-1, keepdim=True).indices
-            return self.target_ids[best], torch.zeros_like(best, dtype=torch.float32)
-        values, best = scores.log_softmax(-1).topk(topk, dim=-1)
-        return self.target_ids[best], values
+        """See `candidates`."""
+        return candidates(
+            logits,
+            self.target_ids,
+            self.config.eagle_topk,
+            context.rows,
+            index,
+            ahead,
+            sampled=context.sampled,
+            noise=self.config.shared_noise,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
