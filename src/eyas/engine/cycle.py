@@ -56,8 +56,7 @@ def cycle(parts: Parts, slots: torch.Tensor, shape: PassShape, spans: Spans) -> 
     draft = _agreed(group, parts.drafter.propose(context))
     spans.mark("verify")
     num_nodes = draft.tokens.shape[1]
-    positions = (context.kv_lens[:, None] + draft.depths).flatten()
-    logits, aux = _verify(parts, context, draft, positions)
+    logits, aux, positions = _verify(parts, context, draft)
     spans.mark("accept")
     kind = {"sampled": shape.sampled, "filtered": shape.filtered}
     drawn = draw(logits, context.rows, positions, 1, **kind)
@@ -161,14 +160,14 @@ def _agreed(group: Group, draft: Draft) -> Draft:
 
 
 def _verify(
-    parts: Parts, context: DraftContext, draft: Draft, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Target logits [B * N, V] of the tree, and its aux states if the drafter wants them."""
+    parts: Parts, context: DraftContext, draft: Draft
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Target logits [B * N, V] of the tree, its aux states if the drafter wants them, positions."""
     num_nodes = draft.tokens.shape[1]
     batch = ForwardBatch(
         mode=ForwardMode.TARGET_VERIFY if num_nodes > 1 else ForwardMode.DECODE,
         tokens=draft.tokens.flatten(),
-        positions=positions,
+        positions=(context.kv_lens[:, None] + draft.depths).flatten(),
         prefix_lens=context.kv_lens,
         page_table=context.page_table,
         num_new=num_nodes,
@@ -176,7 +175,7 @@ def _verify(
         ancestors=None if draft.is_chain else draft.ancestors.flatten(),
     )
     hidden, aux = _target(parts, batch)
-    return parts.target.logits(hidden), aux
+    return parts.target.logits(hidden), aux, batch.positions
 
 
 def _target(parts: Parts, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
