@@ -298,12 +298,13 @@ def test_evaluation_prompts_come_from_files_and_held_out_text(tmp_path: Path) ->
     folder.mkdir()
     (folder / "question.jsonl").write_text('{"turns": ["one two three", "four"]}\n')
     corpus = Corpus.of([([5, 6, 7, 8, 9, 3], [False, False, True, True, False, True])])
-    assert context_prompts(corpus, 5) == [[5, 6, 7, 8, 9], [5, 6]]
+    assert context_prompts(corpus, 5, 9) == [[5, 6, 7, 8, 9], [5, 6]]
+    assert context_prompts(corpus, 5, 4) == [[5, 6]], "longer ones leave no room for an answer"
     writer = ScriptedWriter()
     held_out = Corpus.of([(writer.tokenizer.plain("<b>assistant\nyes"), [False] * 3 + [True])])
     files = [str(folder / "question.jsonl")]
     params = SamplingParams(max_tokens=64)
-    report = evaluate(writer, files, held_out, params=params, depth=4)
+    report = evaluate(writer, files, held_out, params=params, depth=4, longest=999)
     assert set(report) == {"gsm8k/question", "held_out"}
     assert report["gsm8k/question"]["prompts"] == 1
 

@@ -51,13 +51,16 @@ class Speculator(Protocol):
         """Answer all prompts, in order."""
 
 
-def context_prompts(corpus: Corpus, per_bucket: int) -> list[list[int]]:
-    """Prefixes of conversations up to an answer: at most `per_bucket` per `BUCKET` of context."""
+def context_prompts(corpus: Corpus, per_bucket: int, longest: int) -> list[list[int]]:
+    """Prefixes of conversations up to an answer: at most `per_bucket` per `BUCKET` of context.
+
+    None is longer than `longest` tokens.
+    """
     found: dict[int, list[list[int]]] = {}
     for index in range(len(corpus)):
         tokens, mask = corpus.document(index)
         begins = np.flatnonzero(mask & ~np.concatenate(([True], mask[:-1])))
-        for end in begins[::-1]:
+        for end in begins[begins <= longest][::-1]:
             kept = found.setdefault(int(end) // BUCKET, [])
             if len(kept) < per_bucket:
                 kept.append([int(t) for t in tokens[:end]])
@@ -107,9 +110,13 @@ def evaluate(
     *,
     params: SamplingParams,
     depth: int,
+    longest: int,
     per_bucket: int = 32,
 ) -> dict[str, Any]:
-    """`measure` of the first turn of each row of every prompt file, and of held-out text."""
+    """`measure` of the first turn of each row of every prompt file, and of held-out text.
+
+    Held-out prompts have at most `longest` tokens, so that an answer fits the context.
+    """
     report: dict[str, Any] = {}
     for file in files:
         turns = [row[0] for row in read_turns(Path(file))]
@@ -117,6 +124,6 @@ def evaluate(
         name = f"{Path(file).parent.name}/{Path(file).stem}"
         report[name] = measure(llm, prompts, params, depth)
     if held_out is not None:
-        prompts = context_prompts(held_out, per_bucket)
+        prompts = context_prompts(held_out, per_bucket, longest)
         report["held_out"] = measure(llm, prompts, params, depth)
     return report

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from eyas.checkpoint import resolve
+from eyas.checkpoint import read_config, resolve
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig, require
 from eyas.engine.engine import LLM
 from eyas.errors import ConfigError
 from eyas.models.decoder import Decoder
+from eyas.models.families import model_config
 from eyas.models.registry import load_target, resolve_device, resolve_dtype
 from eyas.train.corpus import Corpus, Ints, Pass, choose_vocabulary, coverage, pack, plan_passes
 from eyas.train.data import write_text
@@ -309,11 +310,12 @@ def train_stage(config: TrainConfig) -> None:
 
 def evaluate_stage(config: TrainConfig) -> dict[str, Any]:
     """Measure the exported drafter in the engine; writes and returns `evaluation.json`."""
+    longest = model_config(read_config(resolve(config.model))).max_position
     engine = EngineConfig(
         device=config.device,
         dtype=config.dtype,
         max_running_requests=64,
-        context_length=config.max_length + config.evaluate_tokens,
+        context_length=min(config.max_length + config.evaluate_tokens, longest),
         chunked_prefill_size=4096,
         seed=config.seed,
     )
@@ -324,7 +326,12 @@ def evaluate_stage(config: TrainConfig) -> dict[str, Any]:
         _, held_out = load_text(config).split(config.held_out)
     params = SamplingParams(max_tokens=config.evaluate_tokens)
     report = evaluate(
-        llm, config.evaluate_prompts, held_out, params=params, depth=config.evaluate_drafts
+        llm,
+        config.evaluate_prompts,
+        held_out,
+        params=params,
+        depth=config.evaluate_drafts,
+        longest=engine.context_length - config.evaluate_tokens,
     )
     path = Path(config.folder) / "evaluation.json"
     path.write_text(json.dumps(report, indent=1), encoding="utf-8")
