@@ -39,8 +39,11 @@ class Scheme(Protocol):
     def part(self, name: str, tensor: torch.Tensor) -> tuple[str, str] | None:
         """(weight's name, part) of a tensor of the checkpoint; None for a plain one."""
 
+    def shape(self, name: str, parts: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        """(N, K) of the weight that `parts` make; raises `CheckpointError` if they do not fit."""
+
     def weight(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The weight float32 [N, K] that `parts` make; raises `CheckpointError`."""
+        """The weight float32 [N, K] of parts that fit."""
 
 
 def quantization_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -76,8 +79,8 @@ def dequantised(stream: Iterable[Named], quantization: Mapping[str, Any] | None)
 
     The tensors that make a weight may come in any order and from different files. What waits for
     its partners is held as it came: a view of a mapped file, where it came from one. Plain tensors
-    pass through. Raises `CheckpointError` for a missing partner, a wrong shape or type, and for
-    what `scheme_of` refuses.
+    pass through. Of parts on the meta device only shapes are made. Raises `CheckpointError` for a
+    missing partner, a wrong shape or type, and for what `scheme_of` refuses.
     """
     if quantization is None:
         yield from stream
@@ -95,13 +98,20 @@ def dequantised(stream: Iterable[Named], quantization: Mapping[str, Any] | None)
             _refuse(f"tensor {name!r}", "comes twice")
         parts[part] = tensor
         if len(parts) == len(scheme.parts):
-            yield weight, scheme.weight(weight, waiting.pop(weight))
+            yield weight, _made(scheme, weight, waiting.pop(weight))
     for weight, parts in waiting.items():
         lacking = next(part for part in scheme.parts if part not in parts)
         _refuse(
             f"tensor {weight + next(iter(parts))!r}",
             f"its partner {weight + lacking!r} is missing",
         )
+
+
+def _made(scheme: Scheme, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    shape = scheme.shape(name, parts)
+    if any(part.is_meta for part in parts.values()):
+        return torch.empty(shape, device="meta")
+    return scheme.weight(name, parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +140,21 @@ class BlockFP8:
             return name.removesuffix(_SCALE_INV), _SCALE_INV
         return (name, "") if tensor.dtype == torch.float8_e4m3fn else None
 
-    def weight(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Weight [N, K] times scales [ceil(N / rows), ceil(K / columns)]."""
-        stored, scales = parts[""], parts[_SCALE_INV]
+    def shape(self, name: str, parts: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        """A weight [N, K] has scales [ceil(N / rows), ceil(K / columns)]."""
+        stored = parts[""]
         if stored.dim() != 2:
             _refuse(f"tensor {name!r} of shape {list(stored.shape)}", "must be a matrix")
+        n, k = stored.shape
+        wanted = (-(-n // self.block[0]), -(-k // self.block[1]))
+        types = (*_SCALE_TYPES, torch.float8_e8m0fnu)
+        _check(name + _SCALE_INV, parts[_SCALE_INV], wanted, types)
+        return n, k
+
+    def weight(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Every block times its scale."""
+        stored, scales = parts[""], parts[_SCALE_INV]
         rows, columns = self.block
-        wanted = (-(-stored.shape[0] // rows), -(-stored.shape[1] // columns))
-        _check(name + _SCALE_INV, scales, wanted, (*_SCALE_TYPES, torch.float8_e8m0fnu))
         weight = stored.float()
         for band, scale in zip(weight.split(rows), scales.float(), strict=True):
             band *= scale.repeat_interleave(columns)[: stored.shape[1]]
@@ -182,23 +199,30 @@ class PackedInt4:
                 return name.removesuffix(suffix), suffix
         return None
 
-    def weight(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Numbers -8 .. 7 of [N, K] times scales [N, K / group]."""
-        packed, scales, sizes = (parts[part] for part in self.parts)
-        _check(name + _SHAPE, sizes, (2,), (torch.int64, torch.int32))
-        rows, columns = sizes.tolist()
-        size = self._group_size(name.removesuffix(".weight")) or columns
+    def shape(self, name: str, parts: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+        """What `weight_shape` says, which is no meta tensor; scales are [N, K / group]."""
+        _check(name + _SHAPE, parts[_SHAPE], (2,), (torch.int64, torch.int32))
+        rows, columns = parts[_SHAPE].tolist()
+        size = self._group_size(name) or columns
         if rows < 1 or columns < 1 or columns % size:
             _refuse(f"tensor {name + _SHAPE!r}: {[rows, columns]}", f"needs groups of {size}")
-        _check(name + _PACKED, packed, (rows, -(-columns // _NIBBLES)), (torch.int32,))
-        _check(name + _SCALE, scales, (rows, columns // size), _SCALE_TYPES)
+        _check(name + _PACKED, parts[_PACKED], (rows, -(-columns // _NIBBLES)), (torch.int32,))
+        _check(name + _SCALE, parts[_SCALE], (rows, columns // size), _SCALE_TYPES)
+        return rows, columns
+
+    def weight(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Numbers -8 .. 7 times the scale of their group."""
+        packed, scales = parts[_PACKED], parts[_SCALE]
+        rows, columns = parts[_SHAPE].tolist()
+        size = columns // scales.shape[1]
         pairs = packed.contiguous().view(torch.uint8)
         numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :columns]
         weight = numbers.float().sub_(8).view(rows, -1, size)
         return weight.mul_(scales.float()[:, :, None]).view(rows, columns)
 
-    def _group_size(self, module: str) -> int:
-        """Of the first group that takes `module`."""
+    def _group_size(self, name: str) -> int:
+        """Of the first group that takes the module of weight `name`."""
+        module = name.removesuffix(".weight")
         if any(_matches(pattern, module) for pattern in self.ignore):
             _refuse(f"tensor '{module}.weight_packed'", "quantization_config ignores its module")
         for group in self.groups:

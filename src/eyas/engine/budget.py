@@ -196,13 +196,13 @@ def predict(case: Case, load: Load | None = None) -> Budget:
 def hollow_runner(case: Case) -> Runner:
     """The runner of one rank of `case`, without memory and without the drafter's 8-bit copy."""
     tile, group = row_tile(case.device, case.dtype), Shares(case.num_ranks)
-    target = hollow(lambda: Decoder(case.target, tile, group), case.dtype)
+    target = hollow(partial(Decoder, row_tile=tile, group=group), case.target, case.dtype)
     wanted = case.drafter
     drafter: Eagle3 | Decoder | None = None
     if isinstance(wanted, DrafterConfig):
-        drafter = hollow(partial(Eagle3, wanted, tile), case.dtype)
+        drafter = hollow(partial(Eagle3, row_tile=tile), wanted, case.dtype)
     elif wanted is not None:
-        drafter = hollow(partial(Decoder, wanted, tile), case.dtype)
+        drafter = hollow(partial(Decoder, row_tile=tile), wanted, case.dtype)
     plain = dataclasses.replace(case.config, draft_weights="full")
     return Runner(target, drafter, plain, case.speculation, case.num_pages, home=case.device)
 

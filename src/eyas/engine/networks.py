@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -74,7 +75,7 @@ class CheckpointSource:
     def check(self, num_ranks: int) -> None:
         """Build a rank's network without memory: its layers say what does not divide."""
         config, group = model_config(read_config(self.target)), Shares(num_ranks)
-        hollow(lambda: Decoder(config, group=group), self.dtype)
+        hollow(partial(Decoder, group=group), config, self.dtype)
 
     def configs(self) -> tuple[ModelConfig, DrafterConfig | ModelConfig | None]:
         """Of target and drafter; raises `CheckpointError` as their readers do."""
@@ -107,7 +108,7 @@ class DummySource:
     def check(self, num_ranks: int) -> None:
         """As `CheckpointSource.check`."""
         config, group = model_config(read_config(self.target)), Shares(num_ranks)
-        hollow(lambda: Decoder(config, group=group), self.dtype)
+        hollow(partial(Decoder, group=group), config, self.dtype)
 
     def configs(self) -> tuple[ModelConfig, DrafterConfig | None]:
         """Of target and drafter."""

@@ -31,6 +31,8 @@ from eyas.engine.cycle import Parts, cycle, prefill
 from eyas.kernels.experts import ROW_TILE
 from eyas.kv.pool import KVPool
 from eyas.layers.moe import Experts
+from eyas.layers.rotary import Rotary
+from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.decoder import Decoder
 from eyas.models.registry import allocate
 from eyas.spans import NoSpans
@@ -38,6 +40,7 @@ from eyas.spans import NoSpans
 META = torch.device("meta")
 PURPOSES = ATTENTION, LOGITS, ACTIVATIONS = "attention", "logits and sampling", "activations"
 
+Config = TypeVar("Config", ModelConfig, DrafterConfig)
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -49,11 +52,19 @@ class _Hollow(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def hollow(make: Callable[[], Module], dtype: torch.dtype) -> Module:
-    """The network that `make` builds, with parameters of `dtype` and without memory."""
+def hollow(make: Callable[[Config], Module], config: Config, dtype: torch.dtype) -> Module:
+    """The network that `make` builds of `config`, with parameters of `dtype`, without memory.
+
+    Rotary tables are computed for one position and take their size afterwards.
+    """
     with _Hollow():
-        module = make()
+        module = make(dataclasses.replace(config, max_position=1))
     allocate(module, dtype, META)
+    for part in module.modules():
+        if isinstance(part, Rotary):
+            rows, width = part.table.shape
+            part.table = torch.empty(rows - 1 + config.max_position, width, device=META)
+    module.__dict__["config"] = config
     return module.eval()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -129,25 +130,37 @@ def load_target(
     Raises `CheckpointError` as `model_config`, `checkpoint.tensor_stream` and `fill` do.
     """
     raw = read_config(folder)
-    config = model_config(raw)
-    model = Decoder(config, row_tile(device, dtype), group)
+    model = Decoder(model_config(raw), row_tile(device, dtype), group)
     allocate(model, dtype, device)
-    own = (item for item in tensor_stream(folder) if not item[0].startswith(config.passed_over))
+    fill_target(model, raw, tensor_stream(folder))
+    return model.eval()
+
+
+def fill_target(
+    model: Decoder, raw: dict[str, Any], stream: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Fill `model` from the tensors of its checkpoint, whose config is `raw`.
+
+    A model on the meta device takes shapes: then this only proves that the tensors are its own.
+    """
+    config = model.config
+    own = (item for item in stream if not item[0].startswith(config.passed_over))
     stream = dequantised(own, quantization_config(raw))
     if not config.tie_word_embeddings:
         fill(model.places(), stream)
-        return model.eval()
+        return
     heads: list[torch.Tensor] = []
     head_name = f"{config.prefix}lm_head.weight"
     fill(model.places(), _without_head(stream, head_name, heads))
+    weight, place = model.embed.weight, model.embed.place()
     for head in heads:
-        if not torch.equal(model.embed.place().take(head).to(device, dtype), model.embed.weight):
+        same = weight.is_meta or torch.equal(place.take(head).to(weight), weight)
+        if not same:
             raise CheckpointError(
                 f"tensor {head_name!r}",
                 "differs from the embedding although tie_word_embeddings is true",
                 "mend tie_word_embeddings in config.json",
             )
-    return model.eval()
 
 
 def _without_head(

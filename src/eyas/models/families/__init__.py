@@ -37,7 +37,8 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
 
     Raises `CheckpointError` for other architectures and for arithmetic that is not implemented.
     """
-    names = [str(name) for name in config.get("architectures") or []]
+    given = config.get("architectures")
+    names = [str(name) for name in given] if isinstance(given, list) else []
     known = next((name for name in names if name in READERS), None)
     if known is None:
         reason = next((REFUSED[name] for name in names if name in REFUSED), "not implemented")
@@ -46,5 +47,10 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
             reason,
             f"use a checkpoint of {', '.join(READERS)}",
         )
-    refuse_unknown_arithmetic(config)
-    return READERS[known](config)
+    try:
+        refuse_unknown_arithmetic(config)
+        return READERS[known](config)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as e:
+        raise CheckpointError(
+            "config.json", f"cannot be understood ({e})", "download it again, or mend it"
+        ) from e
