@@ -27,6 +27,7 @@ ENGINE = (
     "--simulate-accept-length --simulate-acceptance "
     "--max-running-requests --num-pages --page-size --tp"
 )
+DRAFTER = "--drafter-aux-layers --drafter-feedback --drafter-rope-theta"
 SPECULATION = (
     "--no-speculative-shared-noise --speculative-algorithm --speculative-eagle-topk "
     "--speculative-num-draft-tokens --speculative-num-steps"
@@ -34,7 +35,7 @@ SPECULATION = (
 SAMPLING = (
     "--ignore-eos --max-tokens --min-p --seed --stop --stop-token-ids --temperature --top-k --top-p"
 )
-MODEL = "--debug --drafter --help --model"
+MODEL = f"--debug --drafter --help --model {DRAFTER}"
 OPTIONS = {
     "demo": f"{MODEL} {ENGINE}",
     "info": f"{MODEL} {ENGINE}",
@@ -114,6 +115,7 @@ def refused(message: str, *arguments: str) -> None:
         ("stop=('',)", ("generate", "a", "--stop", "")),
         ("dtype 'int8'", ("generate", "a", "--dtype", "int8")),
         ("page_size=0", ("bench", "--page-size", "0")),
+        ("feedback 'both'", ("generate", "a", "--drafter-feedback", "both")),
         ("rounds=0", ("bench", "--rounds", "0")),
         ("algorithm 'EAGLE9'", ("bench", "--speculative-algorithm", "EAGLE9")),
         ("num_draft_tokens=9", ("generate", "a", "--speculative-num-draft-tokens", "9")),
@@ -143,7 +145,7 @@ def test_bad_files_and_models(tmp_path: Path, model: str, save_llama: Any) -> No
     plain.mkdir()
     (plain / "bad.gguf").write_bytes(b"not a model")
     refused("bad.gguf", "generate", "a", "--model", str(plain / "bad.gguf"))
-    other = write_drafter(tmp_path / "other", target_hidden_size=96)
+    other = write_drafter(tmp_path / "other", target_hidden_size=96, own_embedding=True)
     refused("drafter", "generate", "a", "--model", model, "--drafter", str(other))
 
 
@@ -222,6 +224,37 @@ def test_info_tells_size_and_drafter(model: str, drafter: str) -> None:
     assert "fits" in text
     assert "does not fit" not in text
     assert "none is shipped" in ok("info", "--model", model).stdout
+
+
+def test_a_small_model_drafts(tmp_path: Path, model: str, drafter: str, save_llama: Any) -> None:
+    """Fault: a checkpoint's kind taken from its name, or an algorithm that is passed over."""
+    small = str(write_chat_model(tmp_path / "small", save_llama, num_hidden_layers=2))
+    common = ("generate", "hello", "--dtype", "float32", "--max-tokens", "12", "--ignore-eos")
+    alone = ok(*common, "--model", model, "--drafter", "none").stdout
+    algorithm = ("--speculative-algorithm", "STANDALONE")
+    for flags in (("--drafter", small), ("--drafter", small, *algorithm)):
+        result = ok(*common, "--model", model, *flags)
+        assert result.stdout == alone
+        assert "tokens a cycle" in result.stderr
+    assert "fits (STANDALONE" in ok("info", "--model", model, "--drafter", small).stdout
+    refused("STANDALONE without a drafter", *common, "--model", model, *algorithm)
+    refused(
+        "STANDALONE with a drafter that is an EAGLE-3 network",
+        *(*common, "--model", model, *algorithm, "--drafter", drafter),
+    )
+    refused(
+        "EAGLE3 with a drafter that is a language model",
+        *(*common, "--model", model, "--speculative-num-steps", "2", "--drafter", small),
+    )
+
+
+def test_drafter_options_reach_the_drafter(model: str, drafter: str) -> None:
+    """Fault: an override that does nothing."""
+    common = ("generate", "a", "--model", model, "--drafter", drafter, "--max-tokens", "4")
+    layers = [f for i in ("2", "4", "9") for f in ("--drafter-aux-layers", i)]
+    refused("auxiliary layers [2, 4, 9]", *common, *layers)
+    layers[-1] = "8"
+    ok(*common, *layers, "--drafter-feedback", "pre", "--drafter-rope-theta", "500")
 
 
 def test_a_chain_needs_only_its_steps(model: str, drafter: str) -> None:

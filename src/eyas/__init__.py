@@ -1,6 +1,6 @@
 """eyas: an LLM inference engine for EAGLE-3 speculative decoding."""
 
-from eyas.config import EngineConfig, SamplingParams, SpeculationConfig
+from eyas.config import DrafterOptions, EngineConfig, SamplingParams, SpeculationConfig
 from eyas.engine.engine import LLM, RequestOutput
 from eyas.errors import EyasError
 
@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "DrafterOptions",
     "EngineConfig",
     "EyasError",
     "RequestOutput",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from eyas.config import EngineConfig, SamplingParams, SpeculationConfig, require
+from eyas.config import DrafterOptions, EngineConfig, SamplingParams, SpeculationConfig, require
 from eyas.errors import EyasError, RequestError
 from eyas.flags import FlagGroup, with_configs
 from eyas.report.options import BenchConfig
@@ -39,7 +39,10 @@ Model = Annotated[
     str, typer.Option(help="smollm2, a checkpoint folder, a .gguf file or a hub repository")
 ]
 Drafter = Annotated[
-    str, typer.Option(help="drafter checkpoint; auto takes the one shipped for the model, or none")
+    str,
+    typer.Option(
+        help="EAGLE-3 drafter or small model that drafts; auto: the one shipped for the model; none"
+    ),
 ]
 Json = Annotated[str, typer.Option("--json", help="file that the record is written to")]
 Prompts = Annotated[list[str] | None, typer.Argument(help="prompts, answered together")]
@@ -66,6 +69,7 @@ SPECULATION = FlagGroup(
     panel="Speculation",
     complete=_complete_chain,
 )
+DRAFTER = FlagGroup(config=DrafterOptions, prefix="drafter_", panel="Drafter")
 SAMPLING = FlagGroup(config=SamplingParams, panel="Sampling")
 BENCH = FlagGroup(config=BenchConfig, panel="Bench")
 TRAIN = FlagGroup(config=TrainConfig, panel="Training")
@@ -104,19 +108,27 @@ def command(**groups: FlagGroup) -> Callable[[Callable[..., None]], Callable[...
     return register
 
 
-@command(engine=ENGINE)
-def demo(engine: EngineConfig, model: Model = "smollm2", drafter: Drafter = "auto") -> None:
+@command(engine=ENGINE, options=DRAFTER)
+def demo(
+    engine: EngineConfig,
+    options: DrafterOptions,
+    model: Model = "smollm2",
+    drafter: Drafter = "auto",
+) -> None:
     """Show plain decoding and EAGLE-3 side by side, their equal texts, and the speed-up."""
     from eyas.report.demo import demo as show_demo
 
-    if not show_demo(_load(model, drafter, engine, None, engines=2), Console(highlight=False)):
+    if not show_demo(
+        _load(model, drafter, engine, None, options, engines=2), Console(highlight=False)
+    ):
         raise typer.Exit(1)
 
 
-@command(engine=ENGINE, speculation=SPECULATION, sampling=SAMPLING)
+@command(engine=ENGINE, speculation=SPECULATION, options=DRAFTER, sampling=SAMPLING)
 def generate(
     engine: EngineConfig,
     speculation: SpeculationConfig | None,
+    options: DrafterOptions,
     sampling: SamplingParams,
     prompt: Prompts = None,
     prompts: PromptFile = "",
@@ -132,7 +144,7 @@ def generate(
     texts = [*(prompt or []), *(load_prompts(prompts) if prompts else [])]
     if not texts or not all(text.strip() for text in texts):
         raise RequestError("empty prompt", "a prompt needs some text", "give one in quotes")
-    llm = _load(model, drafter, engine, speculation)
+    llm = _load(model, drafter, engine, speculation, options)
     tokens = encode(llm, texts, not raw)
     run = Answering(llm.engine, tokens, [sampling] * len(tokens), stream=True)
     while not run.done:
@@ -148,10 +160,11 @@ def generate(
     _summary(run)
 
 
-@command(engine=ENGINE, speculation=SPECULATION, sampling=SAMPLING)
+@command(engine=ENGINE, speculation=SPECULATION, options=DRAFTER, sampling=SAMPLING)
 def chat(
     engine: EngineConfig,
     speculation: SpeculationConfig | None,
+    options: DrafterOptions,
     sampling: SamplingParams,
     model: Model = "smollm2",
     drafter: Drafter = "auto",
@@ -160,7 +173,7 @@ def chat(
     """Talk with the model; /reset forgets the conversation, /exit or Ctrl-D ends it."""
     from eyas.chat import Conversation
 
-    talk = Conversation(_load(model, drafter, engine, speculation), sampling, system)
+    talk = Conversation(_load(model, drafter, engine, speculation, options), sampling, system)
     while True:
         try:
             text = input("> ").strip()
@@ -177,10 +190,13 @@ def chat(
                 _summary(talk.last)
 
 
-@command(engine=ENGINE, speculation=SPECULATION, sampling=SAMPLING, bench_config=BENCH)
+@command(
+    engine=ENGINE, speculation=SPECULATION, options=DRAFTER, sampling=SAMPLING, bench_config=BENCH
+)
 def bench(
     engine: EngineConfig,
     speculation: SpeculationConfig | None,
+    options: DrafterOptions,
     sampling: SamplingParams,
     bench_config: BenchConfig,
     model: Model = "smollm2",
@@ -197,7 +213,7 @@ def bench(
     if engine.max_running_requests < bench_config.batch_size:
         engine = dataclasses.replace(engine, max_running_requests=bench_config.batch_size)
     engines = 2 + bench_config.compare_noise
-    llm = _load(model, drafter, engine, speculation, engines)
+    llm = _load(model, drafter, engine, speculation, options, engines)
     record = measure(llm, texts, bench_config, sampling, Console(stderr=True).is_terminal)
     record["flags"] |= {"model": model, "drafter": drafter}
     show(Console(highlight=False), record)
@@ -214,8 +230,13 @@ def train(config: TrainConfig) -> None:
     run(config)
 
 
-@command(engine=ENGINE)
-def info(engine: EngineConfig, model: Model = "smollm2", drafter: Drafter = "auto") -> None:
+@command(engine=ENGINE, options=DRAFTER)
+def info(
+    engine: EngineConfig,
+    options: DrafterOptions,
+    model: Model = "smollm2",
+    drafter: Drafter = "auto",
+) -> None:
     """Show what the machine and the checkpoint are."""
     from eyas.report.info import checkpoint, machine
 
@@ -223,7 +244,7 @@ def info(engine: EngineConfig, model: Model = "smollm2", drafter: Drafter = "aut
     wanted = None if drafter == "none" else drafter
     if engine.simulated:
         typer.secho(f"SIMULATED: {engine.simulated}", fg="red", err=True)
-    _show_facts(f"model {model}", checkpoint(model, wanted, engine))
+    _show_facts(f"model {model}", checkpoint(model, wanted, engine, options))
 
 
 def _load(
@@ -231,6 +252,7 @@ def _load(
     drafter: str,
     engine: EngineConfig,
     speculation: SpeculationConfig | None,
+    options: DrafterOptions,
     engines: int = 1,
 ) -> LLM:
     from eyas.engine.engine import LLM
@@ -240,6 +262,7 @@ def _load(
         drafter=None if drafter == "none" else drafter,
         speculation=speculation,
         config=engine,
+        drafter_options=options,
         progress=True,
         engines=engines,
     )

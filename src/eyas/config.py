@@ -15,6 +15,7 @@ from eyas.errors import ConfigError, RequestError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_WEIGHTS = ("auto", "full", "int8")
+FEEDBACK = ("auto", "pre", "post")
 OVERLAP = ("auto", "on", "off")
 LOAD_FORMATS = ("auto", "dummy")
 ALGORITHMS = ("EAGLE3", "STANDALONE", "NGRAM", "NONE")
@@ -137,6 +138,29 @@ class SpeculationConfig(Strict):
     def chain(cls, drafts: int, algorithm: str = "EAGLE3", **rest: Any) -> SpeculationConfig:
         """A chain of `drafts` tokens."""
         return cls(algorithm=algorithm, num_steps=drafts, num_draft_tokens=drafts + 1, **rest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterOptions(Strict):
+    """How an EAGLE-3 checkpoint is read where its own word is ambiguous or wrong."""
+
+    aux_layers: tuple[int, ...] = option((), "target layers whose inputs it reads, one by one")
+    feedback: str = option("auto", "state fed back: pre or post its last norm, or auto")
+    rope_theta: float = option(0.0, "base of its rotary embedding; 0 takes the checkpoint's")
+
+    def __post_init__(self) -> None:
+        require(
+            self.feedback in FEEDBACK,
+            f"feedback {self.feedback!r}",
+            "the kind must be known",
+            f"use one of {', '.join(FEEDBACK)}",
+        )
+        require(
+            self.rope_theta >= 0,
+            f"rope_theta={self.rope_theta}",
+            "must not be negative",
+            "give 0 for the checkpoint's own",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

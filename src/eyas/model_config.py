@@ -272,7 +272,7 @@ class ModelConfig(Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig(Strict):
-    """Dimensions and switches of an EAGLE-3 drafter with one layer.
+    """Dimensions and switches of an EAGLE-3 drafter.
 
     `aux_layers` are boundaries: i means the input of target layer i (i = L: after the last).
     `norm_output` feeds the normed hidden state back (the vLLM meaning, "EAGLE-3.1").
@@ -288,14 +288,61 @@ class DrafterConfig(Strict):
     head_dim: int
     max_position: int
     aux_layers: tuple[int, ...]
+    num_layers: int = 1
+    """The first reads the embedding beside a hidden state; others are ordinary decoder layers."""
     rms_norm_eps: float = 1e-5
     rope: RopeConfig = RopeConfig()
+    fused: bool = True
+    """Whether a matrix fuses target states; if not, what the target's last norm gives is read."""
+    fc_bias: bool = False
     fc_norm: bool = False
+    """A norm for each captured state before the fusing matrix."""
+    norm_before_fc: bool = False
+    """One norm over all captured states side by side instead."""
     norm_before_residual: bool = False
+    """The first layer's residual stream starts at the normed hidden state."""
     norm_output: bool = False
+    last_norm: bool = True
+    """Whether there is a norm before the head."""
     own_embedding: bool = False
+    own_head: bool = True
+    """Otherwise the target's, over the whole vocabulary."""
+    logit_scale: float = 1.0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+    """Sliding window of each layer, 0 for none; empty: none anywhere."""
     mla: MLAConfig | None = None
     """Attention of the draft layer, instead of `num_kv_heads` heads of `head_dim`."""
+
+    def __post_init__(self) -> None:
+        require(
+            not (self.fc_norm and self.norm_before_fc),
+            "fc_norm with norm_before_fc",
+            "captured states are normed one by one or together",
+            "use a drafter with one of them",
+        )
+        borrows = not (self.own_embedding and self.own_head and self.fused)
+        require(
+            not borrows or self.hidden_size == self.target_hidden_size,
+            f"drafter of hidden size {self.hidden_size} for {self.target_hidden_size}",
+            "only one of the target's hidden size can borrow its embedding, head or last norm",
+            "use a drafter with tensors of its own",
+        )
+        require(
+            self.own_head or self.draft_vocab_size == self.vocab_size,
+            f"drafter without a head and {self.draft_vocab_size} of {self.vocab_size} tokens",
+            "the target's head scores its whole vocabulary",
+            "use a drafter with a head of its own",
+        )
+        require(
+            self.mla is None or self.num_layers == 1,
+            f"drafter of {self.num_layers} layers with latent attention",
+            "only one such layer is implemented",
+            "use a drafter of one layer",
+        )
 
     @property
     def rope_dim(self) -> int:
@@ -303,7 +350,26 @@ class DrafterConfig(Strict):
         return self.mla.rope_dim if self.mla is not None else self.head_dim
 
     def attention_shape(self) -> AttentionShape:
-        """What the draft layer keeps and computes; every rank holds all of it."""
-        if self.mla is not None:
-            return self.mla.attention_shape(1)
-        return AttentionShape.heads(1, self.num_kv_heads, self.head_dim)
+        """What the draft layers keep and compute; every rank holds all of it."""
+        return self.layers().attention_shape()
+
+    def layers(self) -> ModelConfig:
+        """The layers as those of a decoder; the first reads more than such a layer does."""
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_position=self.max_position,
+            rms_norm_eps=self.rms_norm_eps,
+            rope=self.rope,
+            qkv_bias=self.qkv_bias,
+            o_bias=self.o_bias,
+            mlp_bias=self.mlp_bias,
+            qk_norm=self.qk_norm,
+            windows=self.windows,
+            mla=self.mla,
+        )

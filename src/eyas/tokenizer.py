@@ -79,6 +79,11 @@ class Tokenizer:
         backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         return cls(backend, None, {}, ())
 
+    def vocabulary(self, added: bool = True) -> dict[str, int]:
+        """Every token with its id; without `added` the tokens of the tokenizer's model alone."""
+        tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=added)
+        return tokens
+
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens the checkpoint puts around a text."""
         ids: list[int] = self._backend.encode(text).ids

@@ -172,9 +172,10 @@ def test_tree_shapes_are_checked(changes: dict[str, Any], message: str) -> None:
 
 DRAFTERS: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 128}, "vocab_size 128: is 64 here"),
-    ({"target_hidden_size": 32}, "hidden_size 32: is 64 here"),
+    ({"target_hidden_size": 32, "own_embedding": True}, "hidden_size 32: is 64 here"),
     ({"aux_layers": (1, 2, 5)}, "boundaries (1, 2, 5): must be different ones in 0..4"),
     ({"aux_layers": (1, 1, 2)}, "boundaries (1, 1, 2): must be different"),
+    ({"fused": False, "fc_norm": False, "aux_layers": (2,)}, "reads boundaries (2,) as they are"),
     ({"max_position": 100}, "drafter of 100 positions"),
     ({"draft_vocab_size": 2}, "the drafter knows 2 tokens"),
 ]

@@ -43,6 +43,7 @@ def pair() -> tuple[Decoder, Eagle3]:
     target = tiny_target(vocab_size=TOKENS, seed=4)
     target.head.weight.data *= 0.5
     network = tiny_drafter(vocab_size=TOKENS, draft_vocab_size=TOKENS, seed=5)
+    assert network.head is not None
     network.head.weight.data *= 0.5
     return target, network
 

@@ -23,7 +23,9 @@ from eyas.models.eagle3 import Eagle3
 from eyas.speculate.eagle3 import Eagle3Drafter
 from eyas.speculate.standalone import StandaloneDrafter
 from tests.helpers import (
+    LATENT,
     TREES,
+    VOCAB,
     Job,
     alone,
     chain,
@@ -38,9 +40,9 @@ from tests.helpers import (
 
 
 def kept(pool: KVPool, pages: list[int], length: int) -> torch.Tensor:
-    """Keys and values [2, L, Hkv, length, D] of a request."""
+    """Keys and values of a request, one behind the other."""
     rows = flat_rows(torch.tensor([pages]), torch.arange(length)[None], pool.page_size)[0]
-    return torch.stack((pool.k[:, :, rows], pool.v[:, :, rows]))
+    return torch.cat((pool.k[:, :, rows].flatten(), pool.v[:, :, rows].flatten()))
 
 
 def drafter_of(engine: Engine) -> Eagle3Drafter | StandaloneDrafter:
@@ -179,6 +181,25 @@ def test_caches_equal_a_prefill_from_scratch(
     assert watch.compared > 20
     if "num_pages" in config:
         assert any(r.num_preemptions for r in requests), "the pool is too large to preempt"
+
+
+@pytest.mark.parametrize("shape", [chain(4), TREES[1]], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 2},
+        {"own_head": False, "draft_vocab_size": VOCAB},
+        {"fused": False, "fc_norm": False, "aux_layers": (4,)},
+        {"mla": LATENT},
+    ],
+    ids=str,
+)
+def test_caches_of_other_drafters(shape: SpeculationConfig, changes: dict[str, Any]) -> None:
+    """Fault: draft entries kept in one layer of several, or states that cycles read otherwise."""
+    engine = make_engine(tiny_target(), tiny_drafter(**changes), shape, page_size=4)
+    watch = Watch(engine)
+    run_all(engine, jobs(13, 7, tokens=10), after_step=watch)
+    assert watch.compared > 5
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

@@ -12,7 +12,9 @@ from eyas.sampling import SamplingRows
 from eyas.speculate.drafter import DraftContext, NGramDrafter
 from tests.eagle3_reference import Noise, draft_paths
 from tests.helpers import (
+    LATENT,
     TREES,
+    VOCAB,
     Job,
     chain,
     make_engine,
@@ -29,6 +31,10 @@ NETWORKS = {
     "3.1": tiny_drafter(),
     "3": tiny_drafter(fc_norm=False, norm_output=False),
     "speculators": tiny_drafter(norm_before_residual=True, own_embedding=True, seed=9),
+    "borrowed head": tiny_drafter(own_head=False, draft_vocab_size=VOCAB, logit_scale=0.5),
+    "one state": tiny_drafter(fused=False, fc_norm=False, aux_layers=(4,), last_norm=False),
+    "two layers": tiny_drafter(num_layers=2, qk_norm=True, qkv_bias=True, windows=(0, 64)),
+    "latent": tiny_drafter(mla=LATENT, fc_norm=False, norm_before_fc=True, fc_bias=True),
 }
 
 
@@ -48,6 +54,11 @@ CASES = [
     *((shape, NETWORKS["3.1"]) for shape in SHAPES),
     *((shape, NETWORKS["3"]) for shape in (chain(4), TREES[1])),
     *((shape, NETWORKS["speculators"]) for shape in (chain(4), TREES[1])),
+    *(
+        (shape, NETWORKS[name])
+        for name in ("borrowed head", "one state", "two layers", "latent")
+        for shape in (chain(3), TREES[1])
+    ),
 ]
 
 

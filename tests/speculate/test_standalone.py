@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 from eyas.config import SamplingParams, SpeculationConfig
-from eyas.errors import ConfigError
+from eyas.errors import CheckpointError, ConfigError
 from eyas.models.decoder import Decoder
 from eyas.sampling import gumbel_noise
+from eyas.speculate.checkpoints import same_vocabulary
+from eyas.tokenizer import Tokenizer
 from tests.eagle3_reference import Noise, target_logits
 from tests.helpers import (
     TREES,
@@ -195,3 +199,34 @@ def test_other_drafters_are_refused(target: Decoder) -> None:
         make_engine(target, tiny_model(), shape, draft_weights="int8")
     with pytest.raises(ConfigError, match="writes 65 positions ahead, at most 64"):
         chain(63, "STANDALONE")
+
+
+def save_tokens(
+    folder: Path, pieces: list[str], special: tuple[str, ...] = ("<end>",)
+) -> Tokenizer:
+    """A tokenizer of these pieces."""
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=pieces[0]))
+    backend.add_special_tokens(list(special))
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    return Tokenizer.from_folder(folder)
+
+
+def test_vocabularies_are_compared(tmp_path: Path) -> None:
+    """Fault: a model of another tokenizer, whose ids mean other tokens: it only accepts less."""
+    target = save_tokens(tmp_path / "target", ["a", "b", "c"])
+    same_vocabulary(target, save_tokens(tmp_path / "same", ["a", "b", "c"]))
+    same_vocabulary(target, save_tokens(tmp_path / "bare", ["a", "b", "c"], ()))
+    wrong = {
+        "moved": (["a", "c", "b"], "token 'b' is 2: the target's tokenizer has it as 1"),
+        "fewer": (["a", "b"], "token 'c': is in the target's tokenizer only"),
+        "more": (["a", "b", "c", "d"], "token '<end>' is 4: the target's tokenizer has it as 3"),
+    }
+    for name, (pieces, message) in wrong.items():
+        special = ("<end>",) if name == "more" else ()
+        with pytest.raises(CheckpointError, match=message):
+            same_vocabulary(target, save_tokens(tmp_path / name, pieces, special))
+    odd = save_tokens(tmp_path / "odd", ["a", "b", "c", "d"], ())
+    with pytest.raises(CheckpointError, match="token 'd': is in the drafter's tokenizer only"):
+        same_vocabulary(target, odd)

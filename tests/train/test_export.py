@@ -102,7 +102,17 @@ def test_export_replaces_an_older_one(
     with monkeypatch.context() as patch:
         patch.setattr("eyas.train.export.save_file", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            export_specforge(make_drafter(hidden_size=16), tmp_path, torch.float32)
+            export_specforge(
+                make_drafter(hidden_size=16, own_embedding=True), tmp_path, torch.float32
+            )
     assert (tmp_path / "model.safetensors").read_bytes() == before
     export_specforge(make_drafter(), tmp_path, torch.bfloat16)
     assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors", "config.json"}
+
+
+def test_what_is_never_trained_is_not_written(tmp_path: Path, make_drafter: Make) -> None:
+    """Fault: a switch that an export leaves out, so that another network is read back."""
+    for changes in ({"qk_norm": True}, {"num_layers": 2}, {"norm_before_fc": True}):
+        for export in (export_specforge, lambda *a: export_speculators(a[0], a[1], "t", a[2])):
+            with pytest.raises(ConfigError, match=f"a drafter with {next(iter(changes))}="):
+                export(make_drafter(**changes), tmp_path / "a", torch.float32)

@@ -78,7 +78,7 @@ def test_a_latent_drafter_learns(target: Decoder, tmp_path: Path) -> None:
         optimizer.zero_grad()
         losses.append(float(outcome.loss.detach()))
     assert losses[-1] < losses[0] - 0.1
-    with pytest.raises(ConfigError, match="latent attention"):
+    with pytest.raises(ConfigError, match="a drafter with mla="):
         export_specforge(drafter, tmp_path, torch.float32)
     names = drafter_tensors(drafter, torch.float32)
     assert names["midlayer.self_attn.kv_b_proj.weight"].shape == (4 * 64, 32)

@@ -308,7 +308,7 @@ def test_master_weights_are_float32_beside_a_16_bit_worker(target: Decoder) -> N
     module = small_drafter(target, text)
     state = TrainState.of(module, torch.bfloat16, weight_decay=0.0)
     batch = one_pass(text, 120, 2)
-    before = module.fc.weight.detach().clone()
+    before = module.mlp.gate_up.weight.detach().clone()
     table = state.worker.rotary.table
     for _ in range(2):
         teacher = teach(half, state.worker, batch, chunk=64)
@@ -316,9 +316,9 @@ def test_master_weights_are_float32_beside_a_16_bit_worker(target: Decoder) -> N
         torch.autograd.backward(outcome.loss)
         assert torch.isfinite(state.update(1e-3, 1.0))
     assert table.dtype == torch.float32, "rotary tables stay exact"
-    assert module.fc.weight.dtype == torch.float32
-    assert not torch.equal(module.fc.weight, before)
-    assert torch.equal(state.worker.fc.weight, module.fc.weight.bfloat16())
+    assert module.mlp.gate_up.weight.dtype == torch.float32
+    assert not torch.equal(module.mlp.gate_up.weight, before)
+    assert torch.equal(state.worker.mlp.gate_up.weight, module.mlp.gate_up.weight.bfloat16())
 
 
 def small_drafter(target: Decoder, text: Corpus) -> Eagle3:
@@ -331,6 +331,7 @@ def test_a_fresh_drafters_head_is_the_targets(target: Decoder) -> None:
     module = small_drafter(target, corpus())
     x = torch.randn(3, 32)
     want = (x * target.norm.weight) @ target.head.weight[module.target_ids].T
+    assert module.head is not None
     torch.testing.assert_close(module.head(x), want)
 
 

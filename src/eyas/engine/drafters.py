@@ -43,7 +43,7 @@ def make_drafter(
         _check_size(drafter.config, drafter.config.draft_vocab_size, config, speculation)
         pool = make_pool(drafter.config.attention_shape())
         quick = _quick(drafter, config, target.embed.weight)
-        return Eagle3Drafter(drafter, target.embed, pool, speculation, rows, quick)
+        return Eagle3Drafter(drafter, target, pool, speculation, rows, quick)
     if isinstance(drafter, Decoder):
         _check_algorithm("STANDALONE", speculation, "a language model")
         vocab = target.config.vocab_size
@@ -87,6 +87,12 @@ def _check_eagle3(drafter: DrafterConfig, target: Decoder) -> None:
         len(set(layers)) == len(layers) and 0 <= min(layers) <= max(layers) <= len(target.blocks),
         f"drafter reads boundaries {layers}",
         f"must be different ones in 0..{len(target.blocks)}",
+        remedy,
+    )
+    require(
+        drafter.fused or layers == (len(target.blocks),),
+        f"drafter reads boundaries {layers} as they are",
+        f"one that fuses no states reads the last, {len(target.blocks)}",
         remedy,
     )
 

@@ -12,7 +12,14 @@ import torch
 from rich.progress import Progress
 
 from eyas.checkpoint import read_config, resolve
-from eyas.config import EngineConfig, SamplingParams, SpeculationConfig, require, require_request
+from eyas.config import (
+    DrafterOptions,
+    EngineConfig,
+    SamplingParams,
+    SpeculationConfig,
+    require,
+    require_request,
+)
 from eyas.distributed.group import SOLO
 from eyas.engine.admission import admit
 from eyas.engine.budget import Budget, Case, predict
@@ -24,11 +31,11 @@ from eyas.engine.runner import Runner, Underway, auto_pages
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import RequestError
 from eyas.kv.pool import PageAllocator
-from eyas.model_config import ModelConfig
+from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.decoder import Decoder
 from eyas.models.families import model_config
 from eyas.models.registry import resolve_device, resolve_dtype
-from eyas.speculate.checkpoints import find_drafter
+from eyas.speculate.checkpoints import choose_drafter, drafter_kind, same_vocabulary
 from eyas.speculate.drafter import Drafter
 from eyas.tokenizer import Tokenizer
 
@@ -182,8 +189,9 @@ class Engine:
 class LLM:
     """Load a target and its drafter, then generate.
 
-    `drafter` is a checkpoint folder, or `auto` for the one shipped for this target (none: plain
-    decoding, unless `speculation` names an algorithm without weights). With `config.tp` > 1 other
+    `drafter` is the checkpoint of an EAGLE-3 network or of a small language model with the target's
+    tokenizer, or `auto` for the one shipped for this target (none: plain decoding, unless
+    `speculation` names an algorithm without weights). With `config.tp` > 1 other
     processes hold the other ranks; a script then needs `if __name__ == "__main__":`. Under torchrun
     the constructor returns on rank 0 alone: elsewhere it serves, and then ends the process.
     """
@@ -195,6 +203,7 @@ class LLM:
         drafter: str | None = "auto",
         speculation: SpeculationConfig | None = None,
         config: EngineConfig | None = None,
+        drafter_options: DrafterOptions | None = None,
         progress: bool = False,
         engines: int = 1,
     ) -> None:
@@ -208,11 +217,16 @@ class LLM:
         folder = resolve(model)
         dummy = config.load_format == "dummy"
         self.tokenizer = _tokenizer(folder, dummy)
-        wants = speculation is None or speculation.algorithm == "EAGLE3"
-        place = find_drafter(drafter, model) if wants and drafter is not None else None
-        source: FolderSource = CheckpointSource(target=folder, drafter=place, dtype=dtype)
+        algorithm = None if speculation is None else speculation.algorithm
+        place = choose_drafter(drafter, model, algorithm)
+        if place is not None and not dummy and drafter_kind(place) == "STANDALONE":
+            same_vocabulary(self.tokenizer, Tokenizer.from_folder(place))
+        source: FolderSource = CheckpointSource(
+            target=folder, drafter=place, dtype=dtype, options=drafter_options
+        )
         if dummy:
-            source = DummySource(target=folder, with_drafter=wants and bool(drafter), dtype=dtype)
+            wants = algorithm in (None, "EAGLE3") and bool(drafter)
+            source = DummySource(target=folder, with_drafter=wants, dtype=dtype)
         self.case = _case(source, config, speculation, device, engines)
         speculation, config = self.case.speculation, admit(self.case)
         self.ranks = Ranks(source, config.tp, config.device) if config.tp > 1 else None
@@ -332,7 +346,8 @@ def _case(
     """
     target, drafter = source.configs()
     if speculation is None:
-        speculation = SpeculationConfig(algorithm="NONE" if drafter is None else "EAGLE3")
+        kinds = {DrafterConfig: "EAGLE3", ModelConfig: "STANDALONE"}
+        speculation = SpeculationConfig(algorithm=kinds.get(type(drafter), "NONE"))
     resolved = resolve_engine(config, speculation, target)
     return Case(
         target=target,

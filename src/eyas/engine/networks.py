@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from eyas.checkpoint import read_config
+from eyas.config import DrafterOptions
 from eyas.distributed.group import Group
 from eyas.engine.drafters import Network
 from eyas.engine.rehearsal import Shares, hollow
@@ -26,7 +27,7 @@ from eyas.models.decoder import Decoder
 from eyas.models.dummy import dummy_drafter, dummy_drafter_config, dummy_target
 from eyas.models.families import model_config
 from eyas.models.registry import load_target
-from eyas.speculate.checkpoints import drafter_config, load_drafter
+from eyas.speculate.checkpoints import drafter_config, load_network
 from eyas.speculate.drafter import Drafter
 
 SAMPLE_BYTES = 1 << 16
@@ -60,6 +61,7 @@ class CheckpointSource:
     target: Path
     drafter: Path | None
     dtype: torch.dtype
+    options: DrafterOptions | None = None
 
     def facts(self, device: torch.device) -> dict[str, str]:
         """Types, row tile, configs, and a sample of the weights' bytes."""
@@ -70,6 +72,7 @@ class CheckpointSource:
         }
         if self.drafter is not None:
             facts["drafter"] = digest(self.drafter)
+            facts["drafter options"] = str(self.options or DrafterOptions())
         return facts
 
     def check(self, num_ranks: int) -> None:
@@ -80,15 +83,16 @@ class CheckpointSource:
     def configs(self) -> tuple[ModelConfig, DrafterConfig | ModelConfig | None]:
         """Of target and drafter; raises `CheckpointError` as their readers do."""
         target = model_config(read_config(self.target))
-        drafter = None if self.drafter is None else drafter_config(self.drafter, target)
-        return target, drafter
+        if self.drafter is None:
+            return target, None
+        return target, drafter_config(self.drafter, target, self.options)
 
     def load(self, device: torch.device, group: Group) -> Networks:
         """Read both checkpoints; raises `CheckpointError` as their loaders do."""
         target = load_target(self.target, self.dtype, device, group)
         drafter = None
         if self.drafter is not None:
-            drafter = load_drafter(self.drafter, target.config, self.dtype, device)
+            drafter = load_network(self.drafter, target.config, self.dtype, device, self.options)
         return Networks(target=target, drafter=drafter)
 
 

@@ -185,7 +185,7 @@ class RowParallel(Linear):
 
 
 class Int8Linear(nn.Module):
-    """A linear layer without bias whose weights are 8-bit integers with one scale per output.
+    """A linear layer whose weights are 8-bit integers with one scale per output.
 
     Reads half the bytes of bfloat16 and takes rows one by one: faster up to about 4 rows. Its
     products are those of the rounded weights, so it serves where verification follows.
@@ -193,11 +193,13 @@ class Int8Linear(nn.Module):
 
     weight: torch.Tensor
     scales: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(self, linear: Linear) -> None:
         """Round the weights of `linear`, which is bfloat16 on a CPU."""
         super().__init__()
-        assert linear.bias is None, "a bias is not kept"
+        bias = None if linear.bias is None else linear.bias.detach()
+        self.register_buffer("bias", bias, persistent=False)
         wide = linear.weight.detach().float()
         scales = (wide.abs().amax(1) / 127).clamp(min=1e-12)
         weight = (wide / scales[:, None]).round().to(torch.int8)
@@ -206,7 +208,8 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in] -> [T, out]`."""
-        return torch._weight_int8pack_mm(x, self.weight, self.scales)
+        y = torch._weight_int8pack_mm(x, self.weight, self.scales)
+        return y if self.bias is None else y + self.bias
 
 
 class Embedding(nn.Module):

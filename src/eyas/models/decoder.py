@@ -64,17 +64,18 @@ class Block(nn.Module):
 
 
 def attention_layer(
-    config: ModelConfig, layer: int, prefix: str, group: Group
+    config: ModelConfig, layer: int, prefix: str, group: Group, in_features: int | None = None
 ) -> SelfAttention | MLA:
-    """The attention that `config` asks for in `layer`."""
+    """The attention that `config` asks for in `layer`; `in_features`: if it reads other rows."""
+    hidden = config.hidden_size
     if config.mla is not None:
-        hidden = config.hidden_size
-        return MLA(layer, prefix, hidden, hidden, config.num_heads, config.mla, group)
+        size = in_features or hidden
+        return MLA(layer, prefix, size, hidden, config.num_heads, config.mla, group)
     return SelfAttention(
         layer,
         prefix,
-        config.hidden_size,
-        config.hidden_size,
+        in_features or hidden,
+        hidden,
         (config.num_heads, config.num_kv_heads, config.head_dim),
         qkv_bias=config.qkv_bias,
         o_bias=config.o_bias,

@@ -1,14 +1,15 @@
 """EAGLE-3 drafter network, shared by engine and trainer.
 
-One layer whose attention reads the token embedding beside a hidden state: the fused
-target states in the first step, its own output afterwards. Architecture: arXiv 2503.01840,
-section 3; the switches are those of speculators and vLLM (`norm_output`, `fc_norm`,
-`norm_before_residual`). It knows neither caches nor trees.
+One layer whose attention reads the token embedding beside a hidden state: the fused target states
+in the first step, its own output afterwards; ordinary decoder layers may follow. Architecture:
+arXiv 2503.01840, section 3; the switches are those of `DrafterConfig`, with the meanings that
+speculators, SGLang and vLLM give them. It knows neither caches nor trees.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -16,8 +17,9 @@ from torch import nn
 
 from eyas.attention import Attend
 from eyas.config import SPARE_POSITIONS
+from eyas.distributed.group import SOLO
 from eyas.kernels.norm import rms_norm_pair
-from eyas.layers.basic import GatedMLP, RMSNorm, SelfAttention
+from eyas.layers.basic import GatedMLP, RMSNorm
 from eyas.layers.linear import (
     ANY_ROWS,
     Embedding,
@@ -28,15 +30,18 @@ from eyas.layers.linear import (
     pad_rows,
     whole,
 )
-from eyas.layers.mla import MLA
 from eyas.layers.rotary import Rotary
 from eyas.model_config import DrafterConfig
+from eyas.models.decoder import Block, attention_layer
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""Normed states [T, E] -> logits [T, V]."""
 
 
 class Eagle3(nn.Module):
-    """Fuse target states, run the draft layer, score the draft vocabulary.
+    """Fuse target states, run the draft layers, score the draft vocabulary.
 
-    Without an embedding of its own the caller passes the target's (`share_embedding`).
+    Without an embedding or a head of its own (`embed`, `head`) the caller brings the target's.
     `target_ids` int64[Vd] maps draft ids to target ids and is strictly ascending.
     """
 
@@ -44,30 +49,38 @@ class Eagle3(nn.Module):
 
     def __init__(self, config: DrafterConfig, row_tile: RowTile = ANY_ROWS) -> None:
         super().__init__()
-        self.config = config
-        self.row_tile = row_tile
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        num_aux = len(config.aux_layers)
+        self.config, self.row_tile = config, row_tile
+        hidden, eps, layers = config.hidden_size, config.rms_norm_eps, config.layers()
+        num_aux, wide = len(config.aux_layers), config.target_hidden_size
         self.embed = Embedding(config.vocab_size, hidden) if config.own_embedding else None
-        self.fc_norms = nn.ModuleList(
-            RMSNorm(config.target_hidden_size, eps) for _ in range(num_aux * config.fc_norm)
-        )
-        self.fc = Linear({"fc": hidden}, num_aux * config.target_hidden_size)
+        self.fc_norms = nn.ModuleList(RMSNorm(wide, eps) for _ in range(num_aux * config.fc_norm))
+        self.states_norm = RMSNorm(num_aux * wide, eps) if config.norm_before_fc else None
+        self.fc = Linear({"fc": hidden}, num_aux * wide, config.fc_bias) if config.fused else None
         self.input_norm = RMSNorm(hidden, eps)
         self.hidden_norm = RMSNorm(hidden, eps)
-        self.attention = attention_layer(config)
+        self.attention = attention_layer(layers, 0, "midlayer.self_attn", SOLO, 2 * hidden)
         self.post_norm = RMSNorm(hidden, eps)
-        self.mlp = GatedMLP(hidden, config.intermediate_size, "midlayer.mlp")
-        self.norm = RMSNorm(hidden, eps)
-        self.head = Linear({"lm_head": config.draft_vocab_size}, hidden)
+        self.mlp = GatedMLP(hidden, config.intermediate_size, "midlayer.mlp", config.mlp_bias)
+        self.later = nn.ModuleList(Block(layers, i) for i in range(1, config.num_layers))
+        self.norm = RMSNorm(hidden, eps) if config.last_norm else None
+        self.head = (
+            Linear({"lm_head": config.draft_vocab_size}, hidden) if config.own_head else None
+        )
         self.rotary = Rotary(config.rope, config.rope_dim, config.max_position + SPARE_POSITIONS)
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
-        """Target states [..., num_aux * Et] -> hidden input [..., E] of the first step."""
+        """Target states [..., num_aux * Et] -> hidden input [..., E] of the first step.
+
+        If the drafter fuses none, that is the state itself, which the target's last norm gave.
+        """
         if self.config.fc_norm:
             states = aux.chunk(len(self.fc_norms), dim=-1)
             aux = torch.cat([n(s) for n, s in zip(self.fc_norms, states, strict=True)], dim=-1)
+        if self.states_norm is not None:
+            aux = self.states_norm(aux)
+        if self.fc is None:
+            return aux
         return self.fc(pad_rows(aux, self.row_tile))[: aux.shape[0]]
 
     def forward(
@@ -77,9 +90,9 @@ class Eagle3(nn.Module):
         positions: torch.Tensor,
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft layer over `embeds` [T, E] of the tokens and `hidden` [T, E].
+        """Draft layers over `embeds` [T, E] of the tokens and `hidden` [T, E].
 
-        Returns its normed output [T, E], which `score` reads, and the state [T, E] to feed back.
+        Returns their normed output [T, E], which `score` reads, and the state [T, E] to feed back.
         Any leading shape will do where `attend` takes it; rows are padded along the first.
         """
         rows = embeds.shape[0]
@@ -90,12 +103,30 @@ class Eagle3(nn.Module):
         normed = both[..., embeds.shape[-1] :]
         x = normed if self.config.norm_before_residual else hidden
         normed, x = self.post_norm.add(x, self.attention(both, rope, attend))
-        normed, x = self.norm.add(x, self.mlp(normed))
+        delta = self.mlp(normed)
+        for block in self._later():
+            normed, x = block.input_norm.add(x, delta)
+            x, delta = block(normed, x, rope, attend)
+        normed, x = self._finish(x, delta)
         return normed[:rows], (normed if self.config.norm_output else x)[:rows]
 
-    def score(self, normed: torch.Tensor) -> torch.Tensor:
-        """Draft logits [T, Vd] of `forward`'s normed output [T, E]."""
-        return self.head(pad_rows(normed, self.row_tile))[: normed.shape[0]]
+    def _finish(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the head reads, and the residual stream behind the last layer."""
+        if self.norm is not None:
+            return self.norm.add(x, delta)
+        x = x + delta
+        return x, x
+
+    def score(self, normed: torch.Tensor, borrowed: Head | None = None) -> torch.Tensor:
+        """Draft logits [T, Vd] of `forward`'s normed output [T, E].
+
+        `borrowed` is the target's head, for a drafter that has none.
+        """
+        head = borrowed if self.head is None else self.head
+        assert head is not None, "a drafter without a head is given the target's"
+        logits = head(pad_rows(normed, self.row_tile))[: normed.shape[0]]
+        scale = self.config.logit_scale
+        return logits if scale == 1.0 else logits * scale
 
     def rounded(self) -> Eagle3:
         """A copy that drafts with 8-bit weights, for a CPU in bfloat16."""
@@ -108,26 +139,28 @@ class Eagle3(nn.Module):
         return quick
 
     def places(self) -> Places:
-        """Checkpoint tensor name (EAGLE / SpecForge) -> its place."""
+        """Checkpoint tensor name -> its place.
+
+        The names are EAGLE's and SpecForge's; layers after the first are `layers.1` and so on.
+        """
         norms = {
             "midlayer.input_layernorm": self.input_norm,
             "midlayer.hidden_norm": self.hidden_norm,
             "midlayer.post_attention_layernorm": self.post_norm,
             "norm": self.norm,
+            "input_norm": self.states_norm,
+            **{f"fc_norm.{i}": norm for i, norm in enumerate(self.fc_norms)},
         }
-        norms |= {f"fc_norm.{i}": cast(RMSNorm, norm) for i, norm in enumerate(self.fc_norms)}
-        places = {f"{name}.weight": whole(norm.weight) for name, norm in norms.items()}
+        places = {
+            f"{k}.weight": whole(n.weight) for k, n in norms.items() if isinstance(n, RMSNorm)
+        }
         if self.embed is not None:
             places["embed_tokens.weight"] = self.embed.place()
         for layer in (self.fc, self.attention, self.mlp, self.head):
-            places |= layer.places()
+            places |= {} if layer is None else layer.places()
+        for block in self._later():
+            places |= {k.removeprefix("model."): place for k, place in block.places().items()}
         return places
 
-
-def attention_layer(config: DrafterConfig) -> SelfAttention | MLA:
-    """The draft layer's attention over [embedding, hidden state], 2 * E numbers a row."""
-    prefix, hidden = "midlayer.self_attn", config.hidden_size
-    if config.mla is not None:
-        return MLA(0, prefix, 2 * hidden, hidden, config.num_heads, config.mla)
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    return SelfAttention(0, prefix, 2 * hidden, hidden, heads)
+    def _later(self) -> list[Block]:
+        return [cast(Block, block) for block in self.later]

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from eyas.checkpoint import read_config, resolve
-from eyas.config import EngineConfig
+from eyas.config import DrafterOptions, EngineConfig
 from eyas.errors import CheckpointError
 from eyas.fingerprint import fingerprint
 from eyas.model_config import ModelConfig
 from eyas.models.decoder import Decoder
 from eyas.models.families import model_config
 from eyas.models.registry import resolve_device, resolve_dtype
-from eyas.speculate.checkpoints import find_drafter, load_drafter
+from eyas.speculate.checkpoints import (
+    drafter_kind,
+    find_drafter,
+    load_network,
+    same_vocabulary,
+)
+from eyas.tokenizer import Tokenizer
 
 
 def machine(config: EngineConfig) -> dict[str, Any]:
@@ -24,7 +31,12 @@ def machine(config: EngineConfig) -> dict[str, Any]:
     return fingerprint() | {"device": str(device), "dtype": _type_name(dtype)}
 
 
-def checkpoint(model: str, drafter: str | None, config: EngineConfig) -> dict[str, Any]:
+def checkpoint(
+    model: str,
+    drafter: str | None,
+    config: EngineConfig,
+    options: DrafterOptions | None = None,
+) -> dict[str, Any]:
     """Architecture, size, memory and drafter of `model`; raises `CheckpointError`."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
@@ -45,7 +57,7 @@ def checkpoint(model: str, drafter: str | None, config: EngineConfig) -> dict[st
         "parameters": parameters,
         "weights": f"{parameters * dtype.itemsize / 1e6:.0f} MB in {_type_name(dtype)}",
         "KV per token": f"{kv_values * kv_type.itemsize / 1e3:.1f} kB in {_type_name(kv_type)}",
-        "drafter": _drafter(drafter, model, target),
+        "drafter": _drafter(drafter, model, folder, target, options),
     }
 
 
@@ -64,7 +76,13 @@ def _heads(config: ModelConfig) -> str:
     return f"{config.num_heads} query over one latent of {kept} numbers"
 
 
-def _drafter(drafter: str | None, model: str, target: ModelConfig) -> str:
+def _drafter(
+    drafter: str | None,
+    model: str,
+    folder: Path,
+    target: ModelConfig,
+    options: DrafterOptions | None,
+) -> str:
     """Which drafter is found, and whether it fits."""
     if drafter is None:
         return "none wanted"
@@ -72,12 +90,16 @@ def _drafter(drafter: str | None, model: str, target: ModelConfig) -> str:
         place = find_drafter(drafter, model)
         if place is None:
             return "none is shipped for this target"
-        network = load_drafter(place, target, torch.bfloat16, torch.device("cpu"))
+        kind = drafter_kind(place)
+        if kind == "STANDALONE":
+            same_vocabulary(Tokenizer.from_folder(folder), Tokenizer.from_folder(place))
+        network = load_network(place, target, torch.bfloat16, torch.device("cpu"), options)
     except CheckpointError as e:
         return f"does not fit: {e}"
     count = sum(p.numel() for p in network.parameters())
-    sizes = f"{count / 1e6:.1f} M parameters, {network.config.draft_vocab_size} draft tokens"
-    return f"{place}: fits ({sizes})"
+    config = network.config
+    tokens = config.vocab_size if isinstance(config, ModelConfig) else config.draft_vocab_size
+    return f"{place}: fits ({kind}, {count / 1e6:.1f} M parameters, {tokens} draft tokens)"
 
 
 def _type_name(dtype: torch.dtype) -> str:

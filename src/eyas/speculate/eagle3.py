@@ -13,7 +13,7 @@ from eyas.attention import PagedAttention, paged_attention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
 from eyas.kv.pool import KVPool
-from eyas.layers.linear import Embedding
+from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
 from eyas.speculate.drafter import Committed, DraftContext
 from eyas.speculate.grow import Growth
@@ -29,24 +29,24 @@ class Eagle3Drafter:
     def __init__(
         self,
         network: Eagle3,
-        embedding: Embedding,
+        target: Decoder,
         pool: KVPool,
         speculation: SpeculationConfig,
         num_slots: int,
         quick: Eagle3 | None = None,
     ) -> None:
-        """`embedding` is the target's, used unless the network has its own.
+        """`target` lends its embedding, head and last norm where the network has none of its own.
 
         `quick` is the network with rounded weights: it takes the place of `network` in passes of
         few draft rows. KV of committed tokens always comes from `network`.
         """
-        self.network, self.pool, self.quick = network, pool, quick
-        self.embedding = embedding if network.embed is None else network.embed
+        self.network, self.target, self.pool, self.quick = network, target, pool, quick
+        self.embedding = target.embed if network.embed is None else network.embed
         self.attention: PagedAttention = paged_attention(pool)
         self.needs_bound = self.attention.needs_bound
         self.aux_layers = network.config.aux_layers
         self.aux_size = len(self.aux_layers) * network.config.target_hidden_size
-        weight = embedding.weight
+        weight = target.embed.weight
         hidden = weight.new_zeros(num_slots, network.config.hidden_size)
         self.growth = Growth(self._draft, network.target_ids, speculation, hidden)
 
@@ -69,11 +69,12 @@ class Eagle3Drafter:
             num_new=count,
             max_kv_len=context.max_kv_len,
         )
-        fused = self.network.fuse(committed.aux.flatten(0, 1))
+        aux = committed.aux.flatten(0, 1)
+        fused = self.network.fuse(aux if self.network.config.fused else self.target.norm(aux))
         last = torch.arange(-1, fused.shape[0] - 1, count, device=fused.device) + committed.counts
         states = self._forward(self.network, batch, fused)
         normed, fed_back = (state.index_select(0, last) for state in states)
-        logits = self._drafting(normed.shape[0]).score(normed)
+        logits = self._drafting(normed.shape[0]).score(normed, self.target.logits)
         self.growth.start(context, committed.counts, logits, fed_back)
 
     def _draft(
@@ -82,7 +83,7 @@ class Eagle3Drafter:
         """See `DraftPass`."""
         network = self._drafting(batch.tokens.shape[0])
         normed, fed_back = self._forward(network, batch, fed_back)
-        return network.score(normed), fed_back
+        return network.score(normed, self.target.logits), fed_back
 
     def _drafting(self, rows: int) -> Eagle3:
         """The network that drafts `rows` rows faster."""

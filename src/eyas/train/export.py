@@ -7,6 +7,7 @@ aside and renamed, so that an interrupted export leaves the old ones whole.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from eyas.errors import ConfigError
 from eyas.model_config import DrafterConfig, RopeConfig
 from eyas.models.eagle3 import Eagle3
 
+_SWITCHES = ("fc_norm", "norm_output", "norm_before_residual")
 SPECULATORS_VERSION = "0.3.0"
 """Version of speculators whose config keys are written."""
 
@@ -50,8 +52,7 @@ def export_specforge(module: Eagle3, folder: Path, dtype: torch.dtype) -> None:
     if config.target_hidden_size != config.hidden_size:
         record["target_hidden_size"] = config.target_hidden_size
     # SpecForge takes an explicit false for "no final norm": an absent key is the plain drafter
-    switches = ("fc_norm", "norm_output", "norm_before_residual")
-    record |= {name: True for name in switches if getattr(config, name)}
+    record |= {name: True for name in _SWITCHES if getattr(config, name)}
     _write(folder, record, drafter_tensors(module, dtype))
 
 
@@ -123,13 +124,16 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _writable(config: DrafterConfig) -> DrafterConfig:
-    """`config`, if these formats can say it."""
-    require(
-        config.mla is None,
-        "a drafter with latent attention",
-        "the formats written here know ordinary heads alone",
-        "train a drafter with ordinary heads",
-    )
+    """`config`, if it has no switch that is read from checkpoints and never trained."""
+    written = {"rms_norm_eps", "rope", "own_embedding", *_SWITCHES}
+    for field in dataclasses.fields(config):
+        plain = field.default is dataclasses.MISSING or field.name in written
+        require(
+            plain or getattr(config, field.name) == field.default,
+            f"a drafter with {field.name}={getattr(config, field.name)!r}",
+            "only drafters as `eyas train` makes them are written",
+            "keep its own checkpoint",
+        )
     return config
 
 

@@ -82,6 +82,7 @@ def training_time_test(
 
     The drafter and the teacher's states share one dtype (float32 or bfloat16).
     """
+    assert drafter.head is not None, "a drafter in training has its own head"
     attend = TrainingTimeTest(batch.docs, drafter.config.attention_shape())
     counts = (teacher.best >= 0).float()
     row_weights = counts / counts.sum().clamp(min=1.0)

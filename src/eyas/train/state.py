@@ -45,7 +45,7 @@ def new_drafter(
             else:
                 nn.init.normal_(parameter, 0.0, INIT_STD, generator=generator)
         drafter.target_ids.copy_(target_ids)
-        if config.hidden_size == target.config.hidden_size:
+        if drafter.head is not None and config.hidden_size == target.config.hidden_size:
             rows = target.head.weight[target_ids.to(device)].float()
             drafter.head.weight.copy_(rows * target.norm.weight.float())
     return drafter.to(device)
