@@ -238,12 +238,15 @@ def info(
     drafter: Drafter = "auto",
 ) -> None:
     """Show what the machine and the checkpoint are."""
-    from eyas.report.info import checkpoint, machine
+    from eyas.report.info import checkpoint, machine, ranks
 
-    _show_facts("machine", machine(engine))
     wanted = None if drafter == "none" else drafter
+    group = ranks(model, wanted, engine) if engine.tp > 1 else None
+    _show_facts("machine", machine(engine))
     if engine.simulated:
         typer.secho(f"SIMULATED: {engine.simulated}", fg="red", err=True)
+    if group is not None:
+        _show_facts(f"{engine.tp} ranks", group)
     _show_facts(f"model {model}", checkpoint(model, wanted, engine, options))
 
 

@@ -18,10 +18,10 @@ from eyas.distributed.control import Wire
 from eyas.distributed.group import Group
 from eyas.distributed.hub import Hub
 from eyas.distributed.launch import spawn
-from eyas.distributed.rank_group import RankGroup
+from eyas.distributed.rank_group import RankGroup, Seat
 from eyas.engine.engine import Engine
 from eyas.engine.networks import Networks
-from eyas.engine.ranks import Ranks
+from eyas.engine.ranks import Ranks, rank_device
 from eyas.layers.linear import row_tile
 from eyas.model_config import MLAConfig, MoEConfig
 from eyas.models.decoder import Decoder
@@ -130,20 +130,28 @@ class Answer:
     """A rank that runs `body` once in a group and answers with what it returns."""
 
     body: Body
+    device: str
 
     def __call__(self, wire: Wire) -> None:
         """Run it, then wait for the end."""
-        wire.answer(self.body(RankGroup(wire.seat, CPU)))
+        wire.answer(self.run(wire.seat)[0])
         while wire.listen() is not None:
             pass
 
+    def run(self, seat: Seat) -> tuple[Any, RankGroup]:
+        """What `body` returns on this rank, and its group."""
+        group = RankGroup(seat, rank_device(self.device, seat))
+        return self.body(group), group
 
-def on_ranks(size: int, body: Body) -> list[Any]:
-    """What `body` returns on every one of `size` ranks over gloo."""
-    hub: Hub = spawn(size, Answer(body))
+
+def on_ranks(size: int, body: Body, device: str = "cpu") -> list[Any]:
+    """What `body` returns on every one of `size` ranks; it must not lie on a GPU."""
+    answer = Answer(body, device)
+    hub: Hub = spawn(size, answer)
     try:
         with hub.together():
-            own = body(RankGroup(hub.seat, CPU))
+            own, group = answer.run(hub.seat)
+            hub.release = group.abort
             return [own, *hub.hear()]
     finally:
         hub.close()

@@ -151,6 +151,12 @@ class Wire:
             os._exit(1)
 
 
+def end_line(wire: Connection) -> None:
+    """End both directions of a wire that another thread may be using."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(wire.fileno())) as line:
+        line.shutdown(socket.SHUT_RDWR)
+
+
 def _read(line: socket.socket, count: int) -> bytes:
     """Exactly `count` bytes, fewer where the other end closes."""
     data = b""

@@ -22,7 +22,7 @@ from multiprocessing.reduction import ForkingPickler
 from time import monotonic
 from typing import Any
 
-from eyas.distributed.control import Failure
+from eyas.distributed.control import Failure, end_line
 from eyas.distributed.rank_group import Seat
 from eyas.errors import EyasError, RankError
 
@@ -172,6 +172,7 @@ class Hub:
             return not self._closed
         if isinstance(message, Failure) and message.fatal:
             told[rank] = message
+            end_line(wire)  # it waits for this, and others may wait for its end in a collective
             return True
         self._inbox.put((rank, message))
         return False

@@ -54,6 +54,7 @@ class RankGroup(Group):
         """Connect with the other ranks; `device` is this rank's."""
         self.rank, self.size, self.device = seat.rank, seat.size, device
         self._backend = _backend(seat, device)
+        self._aborted = False
         self.share(torch.zeros(1, device=device))  # connections are made at the first use
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,8 @@ class RankGroup(Group):
 
         gloo ends them by itself when a connection closes.
         """
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self._aborted:
+            self._aborted = True
             self._backend.abort()
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -87,6 +87,7 @@ def bench(
     record["simulated"] = engine.config.simulated
     record["seeds"] = seeds
     record["provenance"] = fingerprint() | {"device": str(engine.runner.device), "dtype": dtype}
+    record["provenance"]["ranks"] = llm.ranks.record() if llm.ranks else None
     return record
 
 

@@ -9,6 +9,8 @@ import torch
 
 from eyas.checkpoint import read_config, resolve
 from eyas.config import DrafterOptions, EngineConfig
+from eyas.engine.networks import CheckpointSource
+from eyas.engine.ranks import Ranks
 from eyas.errors import CheckpointError
 from eyas.fingerprint import fingerprint
 from eyas.model_config import ModelConfig
@@ -59,6 +61,27 @@ def checkpoint(
         "KV per token": f"{kv_values * kv_type.itemsize / 1e3:.1f} kB in {_type_name(kv_type)}",
         "drafter": _drafter(drafter, model, folder, target, options),
     }
+
+
+def ranks(model: str, drafter: str | None, config: EngineConfig) -> dict[str, Any]:
+    """How the ranks of `config.tp` see themselves; they are started, compared and ended.
+
+    Raises `ConfigError` as `Ranks` does.
+    """
+    place = None if drafter is None else find_drafter(drafter, model)
+    dtype = resolve_dtype(config.dtype, resolve_device(config.device))
+    source = CheckpointSource(target=resolve(model), drafter=place, dtype=dtype)
+    started = Ranks(source, config.tp, config.device)
+    started.close()
+    prints = started.prints
+    facts: dict[str, Any] = {f"rank {i}": one.where for i, one in enumerate(prints)}
+    different = [str(mismatch) for mismatch in started.mismatches]
+    return (
+        facts
+        | prints[0].results
+        | prints[0].speed
+        | {"differences": "; ".join(different) or "none"}
+    )
 
 
 def num_parameters(config: ModelConfig) -> int:
