@@ -49,35 +49,29 @@ class Invitation:
     settings: LibrarySettings
 
 
-def start(size: int, serve: Serve) -> Hub:
-    """The hub of `size` ranks that do `serve`; under torchrun only rank 0 returns from here.
+def torchrun_seat(size: int) -> Seat | None:
+    """This process's place if torchrun started it; to be asked once.
 
-    `serve` is pickled where processes are started. Raises `ConfigError` if torchrun started another
-    number of processes, `RankError` for a rank that does not appear.
+    Raises `ConfigError` if torchrun started another number of processes than `size`.
     """
     if not dist.is_torchelastic_launched():
-        return spawn(size, serve)
-    seat = torchrun_seat()
+        return None
+    store, rank, started = next(rendezvous("env://", timeout=_seconds(START_SECONDS)))
     require(
-        seat.size == size,
-        f"tp={size} under torchrun with {seat.size} processes",
+        started == size,
+        f"tp={size} under torchrun with {started} processes",
         "every process is a rank",
-        f"use tp={seat.size}, or start {size} processes",
+        f"use tp={started}, or start {size} processes",
     )
-    if seat.rank == 0:
-        return _gather(seat)
-    _join(seat, serve)
-
-
-def torchrun_seat() -> Seat:
-    """This process's place among those that torchrun started."""
-    store, rank, size = next(rendezvous("env://", timeout=_seconds(START_SECONDS)))
     local_rank = dist.get_node_local_rank(fallback_rank=rank)
     return Seat(rank=rank, size=size, local_rank=local_rank, store=PrefixStore("eyas", store))
 
 
 def spawn(size: int, serve: Serve) -> Hub:
-    """Start ranks 1 .. size - 1 on this machine; this process is rank 0."""
+    """Start ranks 1 .. size - 1 on this machine, where they do `serve`; this process is rank 0.
+
+    `serve` is pickled. Raises `RankError` for a rank that does not appear.
+    """
     store = TCPStore(
         LOOPBACK, 0, size, True, timeout=_seconds(START_SECONDS), wait_for_workers=False
     )
@@ -143,8 +137,11 @@ def _serve(wire: Wire, serve: Serve) -> None:
         wire.close()
 
 
-def _gather(seat: Seat) -> Hub:
-    """Rank 0 under torchrun: say where the door is, and let the others in."""
+def gather(seat: Seat) -> Hub:
+    """Rank 0 under torchrun: say where the door is, and let the others in.
+
+    Raises `RankError` for a rank that does not appear.
+    """
     door = Door(everywhere=True)
     try:
         seat.store.set("door", f"{_host(seat.store)} {door.port} {door.key.hex()}")
@@ -155,8 +152,8 @@ def _gather(seat: Seat) -> Hub:
     return Hub(seat, wires, {})
 
 
-def _join(seat: Seat, serve: Serve) -> NoReturn:
-    """Another rank under torchrun: serve, then end the process."""
+def join(seat: Seat, serve: Serve) -> NoReturn:
+    """Another rank under torchrun: do `serve`, then end the process."""
     host, port, key = seat.store.get("door").decode().split()
     wire = Wire(seat, host, int(port), bytes.fromhex(key))
     try:

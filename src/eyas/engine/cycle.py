@@ -59,11 +59,10 @@ def cycle(parts: Parts, slots: torch.Tensor, shape: PassShape, spans: Spans) -> 
     logits, aux, positions = _verify(parts, context, draft)
     spans.mark("accept")
     kind = {"sampled": shape.sampled, "filtered": shape.filtered}
-    drawn = draw(logits, context.rows, positions, 1, **kind)
-    drawn = group.share(drawn).view(-1, num_nodes)
+    drawn = draw(logits, context.rows, positions, 1, **kind).view(-1, num_nodes)
     if parts.decreed is not None and num_nodes > 1:
         drawn = decree(draft, drawn, context.rows, context.kv_lens, parts.decreed)
-    accepted = accept(draft, drawn)
+    accepted = accept(draft, group.share(drawn))
     spans.mark("commit")
     _commit(parts, context, draft, accepted)
     spans.mark("extend")

@@ -25,7 +25,7 @@ from eyas.engine.admission import admit
 from eyas.engine.budget import Budget, Case, predict
 from eyas.engine.drafters import Network
 from eyas.engine.networks import CheckpointSource, DummySource, FolderSource
-from eyas.engine.ranks import Ranks
+from eyas.engine.ranks import Ranks, take_part
 from eyas.engine.request import FinishReason, Request, Status, check_params
 from eyas.engine.runner import Runner, Underway, auto_pages
 from eyas.engine.scheduler import Scheduler
@@ -227,9 +227,10 @@ class LLM:
         if dummy:
             wants = algorithm in (None, "EAGLE3") and bool(drafter)
             source = DummySource(target=folder, with_drafter=wants, dtype=dtype)
+        seat = take_part(source, config.tp, config.device) if config.tp > 1 else None
         self.case = _case(source, config, speculation, device, engines)
         speculation, config = self.case.speculation, admit(self.case)
-        self.ranks = Ranks(source, config.tp, config.device) if config.tp > 1 else None
+        self.ranks = Ranks(source, config.tp, config.device, seat) if config.tp > 1 else None
         networks = self.ranks.networks if self.ranks else source.load(device, SOLO)
         self.target, self.drafter = networks.target, networks.drafter
         self.target_config: ModelConfig = self.target.config

@@ -19,14 +19,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from eyas.batch import StepPlan
 from eyas.config import EngineConfig, SpeculationConfig, require
 from eyas.distributed.control import Failure, Wire
 from eyas.distributed.fingerprints import Mismatch, RankPrint, mismatches, rank_print, record
-from eyas.distributed.launch import start
+from eyas.distributed.launch import gather, join, spawn, torchrun_seat
 from eyas.distributed.rank_group import RankGroup, Seat
 from eyas.engine.networks import Networks, Source
 from eyas.engine.runner import Runner, Underway
@@ -140,19 +139,33 @@ def rank_device(name: str, seat: Seat) -> torch.device:
     return torch.device("cuda", seat.local_rank)
 
 
+def take_part(source: Source, size: int, device: str) -> Seat | None:
+    """Under torchrun: on rank 0 its seat; elsewhere follow rank 0, then end the process.
+
+    None where torchrun did not start this process. Raises `ConfigError` as `torchrun_seat` does.
+    """
+    seat = torchrun_seat(size)
+    if seat is not None and seat.rank > 0:
+        join(seat, Follower(source=source, device=device))
+    return seat
+
+
 class Ranks:
     """The ranks of one target and its drafter, as rank 0 holds them."""
 
-    def __init__(self, source: Source, size: int, device: str) -> None:
+    def __init__(self, source: Source, size: int, device: str, seat: Seat | None = None) -> None:
         """Start the ranks and compare them; raises `ConfigError` where results would differ.
 
-        Under torchrun the constructor does not return on other ranks: there it serves, then ends
-        the process. Differences that change speed are said on stderr and kept in `mismatches`.
+        `seat` is this process's under torchrun: then the others are there (`take_part`).
+        Differences that change speed are said on stderr and kept in `mismatches`.
         """
         source.check(size)
-        _check_gpus(size, device)
+        if seat is None:
+            _check_gpus(size, device)
+            self._hub = spawn(size, Follower(source=source, device=device))
+        else:
+            self._hub = gather(seat)
         self.source = source
-        self._hub = start(size, Follower(source=source, device=device))
         self._keys = itertools.count()
         self._dropped: deque[int] = deque()
         self._networks: Networks | None = None
@@ -276,7 +289,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 def _check_gpus(size: int, device: str) -> None:
     """Raise `ConfigError` before processes start that this machine has no GPU for."""
-    if resolve_device(device).type == "cuda" and not dist.is_torchelastic_launched():
+    if resolve_device(device).type == "cuda":
         count = torch.cuda.device_count()
         require(
             size <= count,

@@ -10,7 +10,7 @@ import torch
 from eyas.checkpoint import read_config, resolve
 from eyas.config import DrafterOptions, EngineConfig
 from eyas.engine.networks import CheckpointSource
-from eyas.engine.ranks import Ranks
+from eyas.engine.ranks import Ranks, take_part
 from eyas.errors import CheckpointError
 from eyas.fingerprint import fingerprint
 from eyas.model_config import ModelConfig
@@ -71,7 +71,8 @@ def ranks(model: str, drafter: str | None, config: EngineConfig) -> dict[str, An
     place = None if drafter is None else find_drafter(drafter, model)
     dtype = resolve_dtype(config.dtype, resolve_device(config.device))
     source = CheckpointSource(target=resolve(model), drafter=place, dtype=dtype)
-    started = Ranks(source, config.tp, config.device)
+    seat = take_part(source, config.tp, config.device)
+    started = Ranks(source, config.tp, config.device, seat)
     started.close()
     prints = started.prints
     facts: dict[str, Any] = {f"rank {i}": one.where for i, one in enumerate(prints)}
