@@ -26,6 +26,7 @@ Scores = Callable[[torch.Tensor], torch.Tensor]
 def pair_up(target: Decoder, drafter: Eagle3) -> None:
     """Give every second token the scores of the one before: each argmax is a tie, won by it."""
     for head in (target.head, drafter.head):
+        assert head is not None
         head.weight.data[1::2] = head.weight.data[::2]
 
 
