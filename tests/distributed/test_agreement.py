@@ -20,7 +20,7 @@ from tests.distributed.test_equality import DRAFTED, JOBS
 from tests.distributed.worlds import LLAMA, TinySource, ranked_engine
 from tests.helpers import ScriptedDrafter, chain, make_engine, outputs, run_all
 
-Scores = Callable[[torch.Tensor], torch.Tensor]
+Scores = Callable[..., torch.Tensor]
 
 
 def pair_up(target: Decoder, drafter: Eagle3) -> None:
@@ -33,8 +33,8 @@ def pair_up(target: Decoder, drafter: Eagle3) -> None:
 def favouring_second(scores: Scores) -> Scores:
     """Scores with the loser of every tie raised by one unit in the last place."""
 
-    def raised(x: torch.Tensor) -> torch.Tensor:
-        y = scores(x).clone()
+    def raised(*hidden: Any) -> torch.Tensor:
+        y = scores(*hidden).clone()
         y[:, 1::2] = y[:, 1::2].nextafter(torch.tensor(torch.inf))
         return y
 
