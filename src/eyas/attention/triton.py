@@ -1,14 +1,22 @@
-"""Paged attention by our Triton kernel: what a GPU runs."""
+"""Paged attention by our Triton kernels: what a GPU runs.
+
+One launch a layer rotates, keeps and attends where a pass has few rows; see the kernels for how
+work is cut. A pass prepares nothing that depends on lengths, so it can be captured in a graph.
+"""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from eyas.attention.rope import Rope, rotate
+from eyas.attention.rope import Rope
 from eyas.batch import ForwardBatch
-from eyas.kernels.paged_attention import paged_attention
-from eyas.kv.pool import KVPool, flat_rows
+from eyas.kernels.attention_plan import CAUSAL, MASKED, RANKS, Plan, Workspace, make_plan
+from eyas.kernels.kv_write import Layout, write_kv
+from eyas.kernels.paged_attention import node_orders, paged_attention
+from eyas.kv.pool import KVPool
+
+WORKSPACE_BYTES = 2**27
+"""What the sums of splits may take; passes that want more are cut into fewer programs."""
 
 
 class TritonAttention:
@@ -16,22 +24,42 @@ class TritonAttention:
 
     needs_bound = False
 
-    def __init__(self, pool: KVPool) -> None:
-        self.pool = pool
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        deterministic: bool = True,
+        programs: int | None = None,
+        workspace_bytes: int = WORKSPACE_BYTES,
+    ) -> None:
+        """With `deterministic` a node of a tree has the bits of its path alone, at some cost.
+
+        `programs` fill the device: two for each of its multiprocessors unless told.
+        """
+        self.pool, self.deterministic = pool, deterministic
+        device = pool.k.device
+        if programs is None:
+            programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        self.programs = programs
+        self.layout = Layout(shape=pool.shape, page_size=pool.page_size)
+        self.workspace = Workspace.of(workspace_bytes, device)
 
     def begin(self, batch: ForwardBatch) -> TritonPass:
-        """Flat write positions of a pass."""
-        start = batch.prefix_lens[:, None] + batch.tail_offset
-        index = start + torch.arange(batch.num_new, device=start.device)
-        rows = flat_rows(batch.page_table, index, self.pool.page_size).flatten()
-        return TritonPass(self.pool, batch, rows)
+        """Prepare a pass over `batch`; only a tree's order takes a launch."""
+        tree = CAUSAL if batch.ancestors is None else RANKS if self.deterministic else MASKED
+        order = node_orders(batch, self.pool.page_size) if tree == RANKS else None
+        return TritonPass(self, batch, tree, order)
 
 
 class TritonPass:
-    """One pass over `rows` int64[T]."""
+    """One pass over a batch."""
 
-    def __init__(self, pool: KVPool, batch: ForwardBatch, rows: torch.Tensor) -> None:
-        self.pool, self.batch, self.rows = pool, batch, rows
+    def __init__(
+        self, backend: TritonAttention, batch: ForwardBatch, tree: int, order: torch.Tensor | None
+    ) -> None:
+        """`order` int64[T, 64] are the tail's positions by rank, for `tree` RANKS."""
+        self.backend, self.batch, self.tree, self.order = backend, batch, tree, order
+        self._plan: Plan | None = None
 
     def __call__(
         self,
@@ -42,11 +70,38 @@ class TritonPass:
         rope: Rope | None = None,
     ) -> torch.Tensor:
         """See `Attend`."""
-        num_rows, padded = self.rows.shape[0], q.shape[0]
-        q, k = rotate(q, rope), rotate(k, rope)
-        self.pool.write(layer, self.rows, k[:num_rows], v[:num_rows])
-        out = v.new_empty(num_rows, q.shape[1] * q.shape[2])
-        pool = self.pool
-        k, v = pool.k[layer], pool.v[layer]
-        paged_attention(q[:num_rows], k, v, self.batch, pool.page_size, pool.shape.scale, out)
-        return out if padded == num_rows else F.pad(out, (0, 0, 0, padded - num_rows))
+        backend, batch = self.backend, self.batch
+        pool, layout = backend.pool, backend.layout
+        requests = batch.prefix_lens.shape[0]
+        num_rows, heads = requests * batch.num_new, q.shape[1]
+        if self._plan is None:
+            group = heads // pool.shape.num_kv_heads
+            self._plan = make_plan(
+                layout,
+                pool.k.dtype,
+                group,
+                requests,
+                batch.num_new,
+                self.tree,
+                backend.programs,
+                backend.workspace,
+            )
+        pooled = (pool.k[layer], pool.v[layer])
+        if not self._plan.write:
+            write_kv(k, v, layout, *pooled, batch, rope)
+        out = v.new_empty(q.shape[0], heads * pool.shape.value_dim)
+        out[num_rows:].zero_()
+        paged_attention(
+            q,
+            (k, v),
+            pooled,
+            layout,
+            batch,
+            rope,
+            self._plan,
+            backend.workspace,
+            pool.shape.window(layer),
+            self.order,
+            out,
+        )
+        return out

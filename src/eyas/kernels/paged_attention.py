@@ -1,139 +1,389 @@
 """Attention of a batch's new rows over their paged keys and values.
 
-All rows of a request that share a KV head sit in tiles of `BLOCK_M` rows, so one read of its keys
-serves every node and query head of a verify pass. A tile's arithmetic does not depend on how many
-of its rows are used, nor on other requests: a row's bits are those it has alone. Online softmax as
-in FlashAttention (arXiv 2205.14135); the oracle is `eyas.attention.reference`.
+The rows of a request that share a KV head sit side by side in tiles, so that one read of its keys
+serves every node and query head of a verify pass. Scores stand upright: a block's keys are the rows
+of the product and the tile's rows its columns. So the tensor cores' work is shaped by the keys,
+tiles of 16 to 64 rows cost nearly the same, and a row's arithmetic is the same in all of them.
+Online softmax as in FlashAttention (arXiv 2205.14135), keys cut as `eyas.kernels.splits` says; the
+oracle is `eyas.attention.reference`. It knows neither networks nor how pages are lent.
+
+Always holds for a causal tail, and for trees with `Plan.tree` RANKS: a row's bits are those it has
+alone, whatever the pass, the batch, the tile, the pages and the number of programs.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 
 from eyas.batch import ForwardBatch
+from eyas.kernels.attention_plan import LEAST_SPLIT, RANKS, Plan, Workspace
+from eyas.kernels.kv_write import Layout, Rope, head_rows, rope_arguments, turn, write_rows
+from eyas.kernels.splits import (
+    FLOOR,
+    extent,
+    fold,
+    give,
+    merge_kernel,
+    merged,
+    put,
+    set_bits,
+    split_size,
+)
 
-BLOCK_M_FEW, BLOCK_M_MANY = 16, 64
-"""Rows per tile: up to 64 rows a KV head (decode, verify), and more (prefill)."""
-BLOCK_N = 64
-"""KV positions per step."""
+HIDDEN = tl.constexpr(-1e30)
+"""Score of a key that a row does not see: its weight is exactly zero."""
+
+
+@triton.jit(do_not_specialize=["num_new"])
+def _order_kernel(  # type: ignore[no-untyped-def]
+    order_ptr, bits_ptr, prefix_ptr, table_ptr, num_new, table_stride, table_width,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Program (row): flat positions int64[64] of its visible tail keys, those in front."""
+    row = tl.program_id(0).to(tl.int64)
+    request = row // num_new
+    place = tl.arange(0, 64)
+    bits = tl.load(bits_ptr + row)
+    one = tl.full([64], 1, tl.int64)
+    rank = set_bits(bits & ((one << place) - 1))
+    index = tl.load(prefix_ptr + request) + place
+    seen = ((bits >> place) & 1) != 0
+    inside = seen & (index // PAGE < table_width)
+    page = tl.load(table_ptr + request * table_stride + index // PAGE, inside, 0)
+    tl.store(order_ptr + row * 64 + rank, page * PAGE + index % PAGE, seen)
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    table_ptr,
-    prefix_ptr,
-    bits_ptr,
-    scale,
-    num_new,
-    tail_offset,
-    q_row_stride,
-    head_stride,
-    table_stride,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Program (request, KV head, tile): online softmax over the request's positions."""
-    request, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    node, used = rows // GROUP, rows < num_new * GROUP
-    dims = tl.arange(0, DIM)
-    place = (request * num_new + node).to(tl.int64)
-    column = (head * GROUP + rows % GROUP) * DIM
-    q = tl.load(q_ptr + place[:, None] * q_row_stride + column[:, None] + dims, used[:, None], 0.0)
-    q = (q * scale).to(k_ptr.dtype.element_ty)
-    prefix = tl.load(prefix_ptr + request).to(tl.int32)
+def _flat(  # type: ignore[no-untyped-def]
+    table_ptr, order_ptr, kv, exists, prefix, table_width, PAGE: tl.constexpr, RANKS: tl.constexpr
+):  # fmt: skip
+    """Flat positions int32[BLOCK] of the places `kv`."""
+    page = tl.load(table_ptr + kv // PAGE, exists & (kv // PAGE < table_width), 0).to(tl.int32)
+    flat = page * PAGE + kv % PAGE
+    if RANKS:
+        tail = tl.load(order_ptr + kv - prefix, exists & (kv >= prefix), 0).to(tl.int32)
+        flat = tl.where(kv >= prefix, tail, flat)
+    return flat
+
+
+@triton.jit
+def _block(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, flat, exists,
+    DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_A: tl.constexpr, SIZE_B: tl.constexpr,
+    SIZE_V: tl.constexpr, LATENT: tl.constexpr,
+):  # fmt: skip
+    """Keys at the positions `flat` in one part or two, and their values."""
+    flat = flat.to(tl.int64)
+    dims = tl.arange(0, SIZE_A)
+    inside = exists[:, None] & (dims < (DIM if SIZE_B == 0 else WIDE))[None, :]
+    ka = tl.load(k_ptr + (flat * DIM)[:, None] + dims[None, :], inside, 0.0)
+    kb, v = ka, ka
+    if SIZE_B > 0:
+        dims = WIDE + tl.arange(0, SIZE_B)
+        inside = exists[:, None] & (dims < DIM)[None, :]
+        kb = tl.load(k_ptr + (flat * DIM)[:, None] + dims[None, :], inside, 0.0)
+    if not LATENT:
+        dims = tl.arange(0, SIZE_V)
+        inside = exists[:, None] & (dims < WIDE)[None, :]
+        v = tl.load(v_ptr + (flat * WIDE)[:, None] + dims[None, :], inside, 0.0)
+    return ka, kb, v
+
+
+@triton.jit
+def _seen(kv, low, end, bits, prefix, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bool[BLOCK, R]: which places rows see."""
+    seen = (kv[:, None] < end[None, :]) & (kv[:, None] >= low[None, :])
     if MASKED:
-        bits = tl.load(bits_ptr + place, used, 0)
-        limit = prefix + tail_offset + num_new
-    else:
-        bits = tl.zeros([BLOCK_M], tl.int64)
-        newest = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_new - 1)
-        limit = prefix + tail_offset + newest + 1
-    top = tl.full([BLOCK_M], -1e30, tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    for start in range(0, limit, BLOCK_N):
-        kv = start + tl.arange(0, BLOCK_N)
-        exists = kv < limit
-        page = tl.load(table_ptr + request * table_stride + kv // PAGE, exists, 0)
-        flat = head.to(tl.int64) * head_stride + (page * PAGE + kv % PAGE) * DIM
-        k = tl.load(k_ptr + flat[:, None] + dims, exists[:, None], 0.0)
-        v = tl.load(v_ptr + flat[:, None] + dims, exists[:, None], 0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         tail = kv - prefix
-        if MASKED:
-            bit = (bits[:, None] >> tl.minimum(tl.maximum(tail, 0), 63)[None, :].to(tl.int64)) & 1
-            seen = (tail < 0)[None, :] | ((tail < 64)[None, :] & (bit != 0))
-        else:
-            seen = tail[None, :] <= tail_offset + node[:, None]
-        scores = tl.where(seen & exists[None, :], scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp(scores - higher[:, None])
-        shrink = tl.exp(top - higher)
-        mass = mass * shrink + tl.sum(weights, 1)
-        update = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        acc = acc * shrink[:, None] + update
+        bit = (bits[None, :] >> tl.minimum(tl.maximum(tail, 0), 63)[:, None].to(tl.int64)) & 1
+        seen &= (tail < 0)[:, None] | ((tail < 64)[:, None] & (bit != 0))
+    return seen
+
+
+@triton.jit
+def _share(  # type: ignore[no-untyped-def]
+    low, end, size, prefix, most, part, parts, own,
+    TREE: tl.constexpr, FOLD: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """The places lo .. hi - 1 of a part of the work on a tile, and the number of busy parts.
+
+    Parts are whole splits. In a tree the splits below an edge are the same for all its nodes and
+    belong to tiles of all rows, the others to the nodes' own tiles; with FOLD there is no edge.
+    """
+    unit = tl.max(size, 0)
+    begin, finish = tl.min(low, 0) // unit * unit, tl.max(end, 0)
+    if TREE == 2:
+        edge = split_size(most, WINDOW, SPLITS, LEAST)
+        edge = prefix * 0 if FOLD else prefix // edge * edge
+        begin = tl.where(own, tl.maximum(begin, edge), begin)
+        finish = tl.where(own, finish, edge)
+    units = tl.maximum(tl.cdiv(finish, unit) - begin // unit, 0)
+    lo = begin + part * units // parts * unit
+    hi = tl.minimum(begin + (part + 1) * units // parts * unit, finish)
+    return lo, hi, tl.minimum(parts, units)
+
+
+@triton.jit(do_not_specialize=["num_new", "tail_offset", "parts", "tiles", "shared"])
+def _kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, out_ptr,
+    table_ptr, prefix_ptr, bits_ptr, order_ptr, sum_ptr, stat_ptr, count_ptr,
+    factor, num_new, tail_offset, parts, tiles, shared, columns, positions, table_stride,
+    table_width, q_stride, k_new_stride, v_new_stride, rope_stride,
+    DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_A: tl.constexpr, SIZE_B: tl.constexpr,
+    SIZE_V: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr,
+    GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, FOLD: tl.constexpr, WRITE: tl.constexpr,
+    MERGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Program (part of the keys x tile of rows, KV head, request).
+
+    With TREE 2 the first `shared` programs take tiles of all rows, the others a node's rows each.
+    """
+    pid, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    prefix = tl.load(prefix_ptr + request).to(tl.int32)
+    part, tile, own = pid // tiles, pid % tiles, False
+    first_row, last_row = tile * R, num_new * GROUP
+    if TREE == 2:  # selections: behind a branch Triton loses what it knows of addresses
+        own, index, each = pid >= shared, pid - shared, tl.cdiv(GROUP, R)
+        first_row = tl.where(own, index // each * GROUP + index % each * R, first_row)
+        last_row = tl.where(own, (index // each + 1) * GROUP, last_row)
+        part, parts = tl.where(own, 0, part), tl.where(own, 1, parts)
+    row0, group, first = (
+        request * num_new,
+        request * tl.num_programs(1) + head,
+        prefix + tail_offset,
+    )
+    rows = first_row + tl.arange(0, R)
+    used = rows < last_row
+    node = tl.minimum(rows, last_row - 1) // GROUP
+    column = head * GROUP + rows % GROUP
+    cos_ptr, sin_ptr = cos_ptr + row0 * rope_stride, sin_ptr + row0 * rope_stride
+    q_ptr += row0 * q_stride
+    place = node * q_stride + column * DIM
+    xa, ya, ca, sa = head_rows(
+        q_ptr, cos_ptr, sin_ptr, place, node, used, rope_stride,
+        0, SIZE_A, DIM if SIZE_B == 0 else WIDE, DIM, ROPE,
+    )  # fmt: skip
+    low, end, size, base, bits = extent(
+        prefix, node, bits_ptr + row0, num_new, tail_offset, TREE, WINDOW, SPLITS, LEAST
+    )
+    lo, hi, expected = _share(
+        low, end, size, prefix, first + num_new, part, parts, own,
+        TREE, FOLD, WINDOW, SPLITS, LEAST,
+    )  # fmt: skip
+    if lo >= hi:
+        return
+    k_ptr += head * positions * DIM
+    v_ptr += head * positions * WIDE
+    table_ptr += request * table_stride
+    kind = k_ptr.dtype.element_ty
+    qa = tl.trans(turn(xa, ya, ca, sa, (DIM if SIZE_B == 0 else WIDE) > DIM - ROPE).to(kind))
+    qb = qa
+    if SIZE_B > 0:
+        xb, yb, cb, sb = head_rows(
+            q_ptr, cos_ptr, sin_ptr, place, node, used, rope_stride, WIDE, SIZE_B, DIM, DIM, ROPE
+        )
+        qb = tl.trans(turn(xb, yb, cb, sb, ROPE > 0).to(kind))
+    if WRITE:
+        least = tl.maximum(lo - first, 0) // 16 * 16
+        for start in range(least, tl.minimum(hi - first, num_new), 16):
+            new = start + tl.arange(0, 16)
+            write_rows(
+                k_ptr, v_ptr, table_ptr, k_new_ptr + row0 * k_new_stride + head * DIM,
+                v_new_ptr + row0 * v_new_stride + head * WIDE, cos_ptr, sin_ptr, new,
+                (new < num_new) & (first + new >= lo) & (first + new < hi), first,
+                k_new_stride, v_new_stride, rope_stride, table_width,
+                DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, ROPE, PAGE, LATENT,
+            )  # fmt: skip
+        tl.debug_barrier()
+    sum_ptr += group * (SPLITS + 2) * SIZE_V * columns
+    stat_ptr += group * (SPLITS + 2) * 2 * columns
+    top, mass = tl.full([R], FLOOR, tl.float32), tl.zeros([R], tl.float32)
+    acc = tl.zeros([SIZE_V, R], tl.float32)
+    total_top, total_mass, total = top, mass, acc
+    plain, newest, least = prefix if TREE == 1 else tl.min(end, 0), tl.max(low, 0), tl.min(size, 0)
+    order_ptr += (row0 + first_row // GROUP) * 64
+    kv = lo + tl.arange(0, BLOCK)
+    flat = _flat(table_ptr, order_ptr, kv, kv < hi, prefix, table_width, PAGE, TREE == 2)
+    for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
+        kv, stop = start + tl.arange(0, BLOCK), start + BLOCK
+        ka, kb, v = _block(k_ptr, v_ptr, flat, kv < hi, DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, LATENT)
+        # the next block's positions, so that no load of keys waits for a load of pages
+        flat = _flat(
+            table_ptr, order_ptr, kv + BLOCK, kv + BLOCK < hi, prefix, table_width, PAGE, TREE == 2
+        )
+        scores = tl.dot(ka, qa, input_precision="ieee")
+        if SIZE_B > 0:
+            scores = tl.dot(kb, qb, scores, input_precision="ieee")
+        if (stop > plain) | (start < newest):
+            scores = tl.where(_seen(kv, low, end, bits, prefix, TREE == 1), scores, HIDDEN)
+        higher = tl.maximum(top, tl.max(scores, 0) * factor)
+        weights = tl.exp2(tl.fma(scores, factor, -higher[None, :]))
+        shrink = tl.exp2(top - higher)
+        mass = tl.fma(mass, shrink, tl.sum(weights, 0))
+        acc = tl.dot(tl.trans(v), weights.to(kind), acc * shrink[None, :], input_precision="ieee")
         top = higher
-    acc = acc / mass[:, None]
-    where = out_ptr + place[:, None] * (tl.num_programs(1) * GROUP * DIM) + column[:, None] + dims
-    tl.store(where, acc.to(out_ptr.dtype.element_ty), used[:, None])
+        if (stop % least == 0) & (stop < hi):
+            done = stop % size == 0
+            if FOLD:
+                total_top, total_mass, total = fold(
+                    total_top, total_mass, total, top, mass, acc, done
+                )
+            else:
+                slot = (stop - 1) // size - base
+                put(sum_ptr, stat_ptr, top, mass, acc, slot, rows, done & used, columns, SIZE_V)
+            stay = tl.where(done, 0.0, 1.0)
+            top, mass, acc = tl.where(done, FLOOR, top), mass * stay, acc * stay[None, :]
+    finished = True
+    if FOLD:
+        top, mass, acc = fold(total_top, total_mass, total, top, mass, acc, size > 0)
+    elif (not MERGE) | (expected > 1) | (hi - lo > least):
+        slot = (hi - 1) // size - base
+        put(sum_ptr, stat_ptr, top, mass, acc, slot, rows, used, columns, SIZE_V)
+        finished = False
+        if MERGE:  # all threads' sums stand before the count says so
+            tl.debug_barrier()
+            count_ptr += group * tiles + tile
+            finished = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
+            if finished:
+                tl.store(count_ptr, 0)
+                last = tl.where(used, (end - 1) // size - base + 1, 0)
+                dims = tl.arange(0, SIZE_V)
+                mass, acc = merged(sum_ptr, stat_ptr, last, rows, dims, columns, SIZE_V)
+    if finished:
+        wide = tl.num_programs(1) * GROUP * WIDE
+        place = node * wide + column * WIDE
+        give(out_ptr + row0 * wide, mass, acc, place, used, tl.arange(0, SIZE_V), WIDE)
+
+
+def node_orders(batch: ForwardBatch, page_size: int) -> torch.Tensor:
+    """Flat positions int64[T, 64] of each row's visible tail keys, in order; the rest is unset."""
+    assert batch.ancestors is not None, "a causal tail is in order"
+    out = torch.empty(batch.ancestors.shape[0], 64, dtype=torch.int64, device=batch.tokens.device)
+    _order_kernel[(out.shape[0],)](
+        out,
+        batch.ancestors,
+        batch.prefix_lens,
+        batch.page_table,
+        batch.num_new,
+        batch.page_table.stride(0),
+        batch.page_table.shape[1],
+        PAGE=page_size,
+        num_warps=1,
+    )
+    return out
 
 
 def paged_attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    pooled: tuple[torch.Tensor, torch.Tensor],
+    layout: Layout,
     batch: ForwardBatch,
-    page_size: int,
-    scale: float,
+    rope: Rope | None,
+    plan: Plan,
+    workspace: Workspace,
+    window: int,
+    order: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Attend rows q float32 [T, H, D] of `batch` over paged k, v [Hkv, P * page_size, D].
+    """Attend the rows q [T', H, key_dim] of `batch`, not rotated yet, over one layer's pages.
 
-    Scores are scaled by `scale`. The rows' own keys and values are in the pages already; the result
-    goes to out [T, H * D]. D is a power of two from 16 on.
+    `new` are the rows' keys and values, kept on the way if the plan says so and else in the pages
+    already; `pooled` is [Hkv, P * page_size, key_dim and value_dim]. `window` is 0 for none;
+    `order` comes from `node_orders` for RANKS. Writes rows 0 .. T - 1 of out [.., H * value_dim].
     """
-    num_requests, heads = batch.prefix_lens.shape[0], k.shape[0]
-    dim, group = q.shape[-1], q.shape[1] // heads
-    rows = batch.num_new * group
-    block_m = BLOCK_M_FEW if rows <= BLOCK_M_MANY else BLOCK_M_MANY
-    assert q.stride(-1) == 1 and q.stride(-2) == dim, f"heads of q must be dense: {q.stride()}"
-    _kernel[(num_requests, heads, triton.cdiv(rows, block_m))](
+    (k, v), (pool_k, pool_v) = new, pooled
+    heads, requests, num_new = pool_k.shape[0], batch.prefix_lens.shape[0], batch.num_new
+    group, dense = q.shape[1] // heads, layout.shape.key_dim
+    assert q.stride(-1) == 1 and q.stride(-2) == dense, f"heads of q must be dense: {q.stride()}"
+    cos, sin, rope_stride, rope_dim = rope_arguments(rope, q)
+    bits = batch.prefix_lens if batch.ancestors is None else batch.ancestors
+    constants = layout.constants
+    rules = {"TREE": plan.tree, "WINDOW": window, "SPLITS": plan.splits, "LEAST": LEAST_SPLIT}
+    shared = plan.parts * plan.num_tiles
+    programs = shared
+    if plan.tree == RANKS:
+        shared *= plan.parts > 1
+        programs = shared + num_new * triton.cdiv(group, plan.tile)
+    _kernel[(programs, heads, requests)](
         q,
         k,
         v,
+        cos,
+        sin,
+        pool_k,
+        pool_v,
         out,
         batch.page_table,
         batch.prefix_lens,
-        batch.prefix_lens if batch.ancestors is None else batch.ancestors,
-        scale,
-        batch.num_new,
+        bits,
+        bits if order is None else order,
+        workspace.sums,
+        workspace.stats,
+        workspace.counts,
+        layout.shape.scale * math.log2(math.e),
+        num_new,
         batch.tail_offset,
+        plan.parts,
+        plan.num_tiles,
+        shared,
+        plan.columns,
+        pool_k.shape[1],
+        batch.page_table.stride(0),
+        batch.page_table.shape[1],
         q.stride(0),
         k.stride(0),
-        batch.page_table.stride(0),
+        v.stride(0),
+        rope_stride,
+        ROPE=rope_dim,
         GROUP=group,
-        PAGE=page_size,
-        DIM=dim,
-        BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N,
-        MASKED=batch.ancestors is not None,
+        R=plan.tile,
+        BLOCK=plan.block,
+        STAGES=plan.num_stages,
+        FOLD=plan.parts == 1,
+        WRITE=plan.write,
+        MERGE=plan.merge,
+        num_warps=plan.num_warps,
+        enable_fp_fusion=False,
+        **constants,
+        **rules,
     )
+    if plan.parts > 1 and not plan.merge:
+        size_v = constants["SIZE_V"]
+        chunk = min(size_v, max(16, 1024 // plan.tile))
+        merge_kernel[(size_v // chunk, plan.num_tiles, requests * heads)](
+            out,
+            workspace.sums,
+            workspace.stats,
+            batch.prefix_lens,
+            bits,
+            num_new,
+            batch.tail_offset,
+            plan.columns,
+            heads,
+            GROUP=group,
+            WIDE=layout.shape.value_dim,
+            SIZE_V=size_v,
+            R=plan.tile,
+            CHUNK=chunk,
+            enable_fp_fusion=False,
+            **rules,
+        )
 
 
-def cost(batch: ForwardBatch, k: torch.Tensor, num_heads: int) -> tuple[int, int]:
-    """(FLOPs, bytes) of one layer with every request at the batch's bound on its length."""
-    requests, (kv_heads, _, dim) = batch.prefix_lens.shape[0], k.shape
+def cost(layout: Layout, batch: ForwardBatch, num_heads: int, element: int) -> tuple[int, int]:
+    """(FLOPs, bytes) of one layer with every request at the batch's bound on its length.
+
+    Keys and values are read once for each request, in numbers of `element` bytes.
+    """
+    shape, requests = layout.shape, batch.prefix_lens.shape[0]
     rows = requests * batch.num_new * num_heads
-    read = requests * batch.max_kv_len * kv_heads * dim * 2 * k.element_size()
-    return 4 * rows * batch.max_kv_len * dim, read + rows * dim * (4 + k.element_size())
+    both = shape.key_dim + shape.value_dim
+    read = requests * batch.max_kv_len * shape.values_per_position
+    return 2 * rows * batch.max_kv_len * both, (read + rows * both) * element

@@ -1,0 +1,118 @@
+"""How a pass of attention is cut into programs: integers, chosen on the host before a launch.
+
+What a row's bits may depend on (`block`, `splits`) follows from the pool alone; what follows from
+the pass (`tile`, `parts`, warps, stages) changes no bits. Nothing here reads a device value, so a
+plan holds for every length of the requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from eyas.config import MAX_NODES
+from eyas.kernels.kv_write import Layout
+
+LEAST_SPLIT = 128
+"""Keys of the shortest split; a multiple of every block."""
+ONE_REQUEST = 128
+"""Programs that one long request is cut into, about."""
+CAUSAL, MASKED, RANKS = 0, 1, 2
+"""Kinds of tail: causal; by ancestor bits; by bits, each node as if it stood in the text."""
+FUSED_SUMS = 2048
+"""Sums of a tile up to so many are merged by its last program, larger ones by another launch."""
+MAX_TILES = 4096
+"""Tiles of a pass whose keys may be shared by several programs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """What programs of a pass leave for each other; one serves all layers and passes in turn."""
+
+    sums: torch.Tensor
+    """float32: sums of splits."""
+    stats: torch.Tensor
+    """float32: their statistics."""
+    counts: torch.Tensor
+    """int32[MAX_TILES]: programs of a tile that are through; zero between launches."""
+
+    @classmethod
+    def of(cls, num_bytes: int, device: torch.device) -> Workspace:
+        """About so many bytes. A column has at least 16 sums for two statistics."""
+        return cls(
+            sums=torch.empty(num_bytes // 4, dtype=torch.float32, device=device),
+            stats=torch.empty(num_bytes // 32, dtype=torch.float32, device=device),
+            counts=torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Programs of a pass over one layer."""
+
+    tree: int
+    """CAUSAL, MASKED or RANKS."""
+    tile: int
+    """Rows of a tile."""
+    block: int
+    """Keys of a block."""
+    splits: int
+    """Splits of a row at most."""
+    parts: int
+    """Programs that share a tile's keys; a single one folds its sums in registers."""
+    num_tiles: int
+    """Tiles of a request and KV head."""
+    num_warps: int
+    num_stages: int
+    write: bool
+    """Whether the kernel keeps new keys and values itself."""
+    merge: bool
+    """Whether a tile's last program merges its sums."""
+
+    @property
+    def columns(self) -> int:
+        """Rows of a request and KV head, with those that fill the last tile."""
+        return self.num_tiles * self.tile
+
+
+def make_plan(
+    layout: Layout,
+    dtype: torch.dtype,
+    group: int,
+    requests: int,
+    num_new: int,
+    tree: int,
+    programs: int,
+    workspace: Workspace,
+) -> Plan:
+    """The plan of a pass: `num_new` rows of `group` query heads for each request and KV head.
+
+    `dtype` is the pool's; `programs` fill the device.
+    """
+    sizes, heads, rows = layout.constants, layout.shape.num_kv_heads, num_new * group
+    narrow = dtype.itemsize == 2
+    keys, values = sizes["SIZE_A"] + sizes["SIZE_B"], sizes["SIZE_V"]
+    # float32 sums over keys follow the tile's shape, so there is one; tensor cores' do not
+    largest = 16 if not narrow else 64 if values <= 128 else 32
+    tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
+    tiles = -(-rows // tile)
+    splits = max(8, min(64, 1 << (ONE_REQUEST // heads).bit_length() >> 1)) * 3 // 2
+    parts = min(splits + 1, -(-programs // (requests * heads * tiles)))
+    sums = requests * heads * (splits + 2) * values * tiles * tile
+    if sums > workspace.sums.numel() or requests * heads * tiles > MAX_TILES:
+        parts = 1
+    block = 128 if narrow and keys <= 64 else 64
+    read = block * (keys + (0 if layout.shape.latent else values)) * dtype.itemsize
+    return Plan(
+        tree=tree,
+        tile=tile,
+        block=block,
+        splits=splits,
+        parts=parts,
+        num_tiles=tiles,
+        num_warps=8 if narrow and (values > 256 or (tile, block) == (64, 64)) else 4,
+        num_stages=3 if read <= 2**15 else 2 if read <= 76 * 2**10 else 1,
+        write=tree != RANKS and num_new <= MAX_NODES,
+        merge=tree != RANKS and parts > 1 and tile * values <= FUSED_SUMS,
+    )

@@ -1,0 +1,162 @@
+"""How a row's keys are cut into splits, and how the sums over splits become one.
+
+A split is a run of keys that one program sums up; its length follows from the number of keys a row
+sees and from nothing else, and splits are folded in their order. So a row's bits depend neither on
+how many programs share the work, nor on the other rows, requests and nodes of the pass. Sums are
+float32 [D, R], one column a row; statistics are the largest scaled score and the mass of weights.
+
+Split sums lie in a workspace: [requests * KV heads, SPLITS + 2, D, columns], statistics with 2 in
+place of D, where columns are a head's rows. FlashDecoding merges alike (crfm.stanford.edu,
+2023-10-12), with splits that depend on the batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FLOOR = tl.constexpr(-1e20)
+"""Statistic of a row that has seen nothing; hidden scores lie far below it."""
+
+
+@triton.jit
+def set_bits(x):  # type: ignore[no-untyped-def]
+    """int32: how many bits of int64 `x` are set."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    x += x >> 8
+    x += x >> 16
+    x += x >> 32
+    return (x & 0x7F).to(tl.int32)
+
+
+@triton.jit
+def split_size(count, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The power of two from LEAST on that cuts a row's `count` keys into at most SPLITS splits."""
+    if WINDOW > 0:
+        count = tl.minimum(count, WINDOW)
+    x = (count + SPLITS - 1) // SPLITS - 1
+    x |= x >> 1
+    x |= x >> 2
+    x |= x >> 4
+    x |= x >> 8
+    x |= x >> 16
+    return tl.maximum(x + 1, LEAST)
+
+
+@triton.jit
+def extent(  # type: ignore[no-untyped-def]
+    prefix, node, bits_ptr, num_new, tail_offset,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Of nodes int32[M]: first place they see, end of places, split size, first split; bits.
+
+    TREE 0: places are KV indices, the tail causal. 1: the tail as `bits` say. 2: places behind the
+    prefix are ranks among a node's visible keys. Windows count ranks.
+    """
+    if TREE == 0:
+        bits, count = node, prefix + tail_offset + node + 1
+    else:
+        bits = tl.load(bits_ptr + node)
+        count = prefix + set_bits(bits)
+    end = count
+    if TREE == 1:
+        end = prefix + tail_offset + num_new + node * 0
+    size = split_size(count, WINDOW, SPLITS, LEAST)
+    low = tl.maximum(count - WINDOW, 0) if WINDOW > 0 else count * 0
+    return low, end, size, low // size, bits
+
+
+@triton.jit
+def fold(top, mass, acc, more_top, more_mass, more, counts):  # type: ignore[no-untyped-def]
+    """Two sums of rows as one; `more` for the rows where it counts."""
+    higher = tl.where(counts, tl.maximum(top, more_top), top)
+    shrink = tl.exp2(top - higher)
+    grow = tl.where(counts, tl.exp2(more_top - higher), 0.0)
+    mass = tl.fma(mass, shrink, more_mass * grow)
+    acc = tl.fma(acc, shrink[None, :], more * grow[None, :])
+    return higher, mass, acc
+
+
+@triton.jit
+def put(  # type: ignore[no-untyped-def]
+    sum_ptr, stat_ptr, top, mass, acc, slot, rows, counts, columns, SIZE: tl.constexpr
+):  # fmt: skip
+    """Store split `slot` int32[R] of the rows that count."""
+    counts = counts & (slot >= 0)
+    dims = tl.arange(0, SIZE)
+    place = (slot * SIZE)[None, :] * columns + dims[:, None] * columns + rows[None, :]
+    tl.store(sum_ptr + place, acc, counts[None, :])
+    tl.store(stat_ptr + slot * 2 * columns + rows, top, counts)
+    tl.store(stat_ptr + (slot * 2 + 1) * columns + rows, mass, counts)
+
+
+@triton.jit
+def _take(sum_ptr, stat_ptr, slot, last, rows, dims, columns, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Statistics and sums [D, R] of split `slot` of rows, and whether they have it.
+
+    Other programs wrote them a moment ago, hence past the first cache.
+    """
+    there = slot < last
+    top = tl.load(stat_ptr + slot * 2 * columns + rows, there, FLOOR, cache_modifier=".cg")
+    mass = tl.load(stat_ptr + (slot * 2 + 1) * columns + rows, there, 0.0, cache_modifier=".cg")
+    place = (slot * SIZE + dims)[:, None] * columns + rows[None, :]
+    acc = tl.load(sum_ptr + place, there[None, :], 0.0, cache_modifier=".cg")
+    return top, mass, acc, there
+
+
+@triton.jit
+def merged(sum_ptr, stat_ptr, last, rows, dims, columns, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows' splits 0 .. last - 1 folded in order: mass [R] and sums [D, R] of `dims`."""
+    top = tl.full([rows.shape[0]], FLOOR, tl.float32)
+    mass = tl.zeros([rows.shape[0]], tl.float32)
+    acc = tl.zeros([dims.shape[0], rows.shape[0]], tl.float32)
+    for slot in range(0, tl.max(last, 0), 4):  # four at a time, for their loads to overlap
+        t0, m0, a0, c0 = _take(sum_ptr, stat_ptr, slot, last, rows, dims, columns, SIZE)
+        t1, m1, a1, c1 = _take(sum_ptr, stat_ptr, slot + 1, last, rows, dims, columns, SIZE)
+        t2, m2, a2, c2 = _take(sum_ptr, stat_ptr, slot + 2, last, rows, dims, columns, SIZE)
+        t3, m3, a3, c3 = _take(sum_ptr, stat_ptr, slot + 3, last, rows, dims, columns, SIZE)
+        top, mass, acc = fold(top, mass, acc, t0, m0, a0, c0)
+        top, mass, acc = fold(top, mass, acc, t1, m1, a1, c1)
+        top, mass, acc = fold(top, mass, acc, t2, m2, a2, c2)
+        top, mass, acc = fold(top, mass, acc, t3, m3, a3, c3)
+    return mass, acc
+
+
+@triton.jit
+def give(out_ptr, mass, acc, place, used, dims, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store numbers `dims` of rows' weighted means; their heads start at `place`."""
+    mean = (acc / mass[None, :]).to(out_ptr.dtype.element_ty)
+    inside = used[None, :] & (dims < WIDE)[:, None]
+    tl.store(out_ptr + place[None, :] + dims[:, None], mean, inside)
+
+
+@triton.jit(do_not_specialize=["num_new", "tail_offset"])
+def merge_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, sum_ptr, stat_ptr, prefix_ptr, bits_ptr, num_new, tail_offset, columns, heads,
+    GROUP: tl.constexpr, WIDE: tl.constexpr, SIZE_V: tl.constexpr, R: tl.constexpr,
+    CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk of dims, tile of R rows, request and KV head): merge what programs put."""
+    dims = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    rows = tl.program_id(1) * R + tl.arange(0, R)
+    pair = tl.program_id(2).to(tl.int64)
+    request, head = pair // heads, pair % heads
+    used = rows < num_new * GROUP
+    node = tl.minimum(rows, num_new * GROUP - 1) // GROUP
+    prefix = tl.load(prefix_ptr + request).to(tl.int32)
+    _, end, size, base, _ = extent(
+        prefix, node, bits_ptr + request * num_new, num_new, tail_offset,
+        TREE, WINDOW, SPLITS, LEAST,
+    )  # fmt: skip
+    last = tl.where(used, (end - 1) // size - base + 1, 0)
+    mass, acc = merged(
+        sum_ptr + pair * (SPLITS + 2) * SIZE_V * columns,
+        stat_ptr + pair * (SPLITS + 2) * 2 * columns,
+        last, rows, dims, columns, SIZE_V,
+    )  # fmt: skip
+    wide = heads * GROUP * WIDE
+    place = node * wide + (head * GROUP + rows % GROUP) * WIDE
+    give(out_ptr + request * num_new * wide, mass, acc, place, used, dims, WIDE)
