@@ -29,12 +29,12 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol / 10)
 
 
-def interpret(file: str) -> None:
+def interpret(file: str, *arguments: str) -> None:
     """Run a test file as a script in a process whose Triton interprets."""
     source = Path(eyas.__file__).parents[1]
     path = os.pathsep.join((str(source), str(Path(__file__).parents[2])))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    subprocess.run([sys.executable, file], env=environment, check=True)
+    subprocess.run([sys.executable, file, *arguments], env=environment, check=True)
 
 
 def compiles(

@@ -1,90 +1,238 @@
-"""The Triton kernel equals the torch reference; through Triton's interpreter without a GPU."""
+"""Attention kernels equal the torch reference, and a row's bits are its own.
+
+Without a GPU Triton's interpreter runs a few small cases; a GPU runs these and a grid.
+"""
 
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
+import random
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 
-import eyas
-from eyas.attention.reference import ReferenceAttention
-from eyas.attention.triton import TritonAttention
-from eyas.batch import ForwardBatch, ForwardMode
-from eyas.kv.pool import KVPool
-from eyas.model_config import AttentionShape
+from tests.kernels.attention_cases import (
+    Case,
+    Sequence,
+    Tail,
+    by_kernel,
+    by_reference,
+    random_bits,
+)
+from tests.kernels.running import DEVICE, interpret, on_gpu
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GRID = list(itertools.product((1, 4, 16, 64), (1, 3, 4), ("none", "tree")))
-
-
-def compare(num_new: int, group: int, masked: bool, page_size: int, seed: int) -> float:
-    """Largest difference of the kernel from the reference on random pages and masks."""
-    generator = torch.Generator().manual_seed(seed)
-    kv_heads, dim, num_requests = 2, 16, 3
-    prefix = torch.tensor([0, 37, 90])
-    tail_offset = 0 if num_new > 16 or not masked else 3
-    longest = int(prefix.max()) + tail_offset + num_new
-    per_request = -(-longest // page_size)
-    num_pages = num_requests * per_request + 1
-    table = torch.randperm(num_pages - 1, generator=generator)[: num_requests * per_request] + 1
-    pool = KVPool(
-        AttentionShape.heads(2, kv_heads, dim),
-        num_pages=num_pages,
-        page_size=page_size,
-        dtype=torch.float32,
-        device=torch.device(DEVICE),
-    )
-    pool.k.normal_()
-    pool.v.normal_()
-    rows = num_requests * num_new
-    q = torch.randn(rows, kv_heads * group, dim, generator=generator).to(DEVICE)
-    k = torch.randn(rows, kv_heads, dim, generator=generator).to(DEVICE)
-    v = torch.randn(rows, kv_heads, dim, generator=generator).to(DEVICE)
-    bits = torch.randint(0, 2**62, (rows,), generator=generator)
-    bits |= 1 << (tail_offset + torch.arange(num_new).repeat(num_requests)).clamp(max=62)
-    bits = (bits & ((1 << min(tail_offset + num_new, 62)) - 1)) | 1
-    batch = ForwardBatch(
-        mode=ForwardMode.TARGET_VERIFY,
-        tokens=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
-        positions=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
-        prefix_lens=prefix.to(DEVICE),
-        page_table=table.view(num_requests, per_request).to(DEVICE),
-        num_new=num_new,
-        max_kv_len=longest,
-        ancestors=bits.to(DEVICE) if masked else None,
-        tail_offset=tail_offset,
-    )
-    expected = ReferenceAttention(pool).begin(batch)(1, q, k, v)
-    found = TritonAttention(pool).begin(batch)(1, q, k, v)
-    return float((expected - found).abs().max())
+LATENT = Case(kv_heads=1, group=16, key_dim=48, value_dim=32, latent=True, rope_dim=16)
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Largest difference of a number, over the largest number."""
 
 
-def run_grid() -> None:
-    """Every case of the grid; raises on the first that differs."""
-    for seed, (num_new, group, kind) in enumerate(GRID):
-        for page_size in (1, 16, 64):
-            difference = compare(num_new, group, kind == "tree", page_size, seed)
-            assert difference < 2e-5, f"{num_new=} {group=} {kind=} {page_size=}: {difference}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A pass of random rows, and how the backend is to run it."""
+
+    case: Case = field(default_factory=Case)
+    prefixes: list[int]
+    count: int = 1
+    tree: bool = False
+    offset: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Rows and pages are the reference's."""
+        requests = tails(self)
+        expected, kept = by_reference(self.case, requests)
+        found, pool = by_kernel(self.case, requests, **self.options)
+        close = TOLERANCE[self.case.dtype]
+        difference = float((found.float() - expected).abs().max() / expected.abs().max())
+        assert difference < close, f"rows differ by {difference}: {self}"
+        for ours, theirs in ((pool.k, kept.k), (pool.v, kept.v)):
+            ours, theirs = (x[1, :, self.case.page_size :].float() for x in (ours, theirs))
+            assert torch.allclose(ours, theirs, rtol=close, atol=close), f"pages differ: {self}"
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernel itself")
-def test_interpreted_kernel_equals_reference() -> None:
-    """Masks, pages, groups and tiles, in a process whose Triton interprets."""
-    source = str(Path(eyas.__file__).parents[1])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
-    subprocess.run([sys.executable, str(Path(__file__))], env=environment, check=True)
+def tails(run: Pass, seed: int = 0) -> list[Tail]:
+    """One request a prefix."""
+    rng, made = random.Random(seed), []
+    for i, prefix in enumerate(run.prefixes):
+        start = prefix + run.offset
+        made.append(
+            Tail(
+                sequence=Sequence.random(run.case, start + run.count, seed + i),
+                prefix=prefix,
+                index=list(range(start, start + run.count)),
+                bits=random_bits(run.count, run.offset, rng) if run.tree else None,
+                offset=run.offset,
+                before=list(range(prefix, start)),
+            )
+        )
+    return made
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
-def test_kernel_equals_reference() -> None:
-    """The same grid on the GPU."""
-    run_grid()
+MANY, FAST = {"programs": 12}, {"deterministic": False}
+SMALL = [
+    Pass(case=Case(rope_dim=16), prefixes=[0, 37, 200]),
+    Pass(case=Case(group=3, page_size=1), prefixes=[37, 300], count=4, options=MANY),
+    Pass(case=Case(rope_dim=8), prefixes=[0, 300], count=4, options={"programs": 1}),
+    Pass(case=Case(kv_heads=1, rope_dim=16), prefixes=[0, 150], count=100),
+    Pass(case=Case(key_dim=24, value_dim=24, rope_dim=24), prefixes=[140], count=2),
+    Pass(case=Case(window=64), prefixes=[0, 50, 63, 300], count=3, options=MANY),
+    Pass(case=Case(window=64), prefixes=[63, 300], count=3, options={"programs": 1}),
+    Pass(case=LATENT, prefixes=[0, 130], count=3),
+    Pass(case=replace(LATENT, group=20), prefixes=[140], count=1, options=MANY),
+    Pass(prefixes=[140, 3], count=8, tree=True, options=MANY | FAST),
+    Pass(prefixes=[140, 3], count=8, tree=True, options=MANY),
+    Pass(prefixes=[140, 3], count=5, tree=True, options={"programs": 1}),
+    Pass(prefixes=[140], count=3, tree=True, offset=7, options=MANY),
+    Pass(prefixes=[140], count=3, tree=True, offset=7, options=FAST),
+    Pass(case=Case(window=64), prefixes=[130], count=4, tree=True, options=MANY),
+    Pass(case=Case(kv_heads=1, group=1), prefixes=[2], count=64, tree=True, options=FAST),
+    Pass(case=Case(dtype=torch.float16, rope_dim=16), prefixes=[140], count=5),
+]
+"""What the interpreter can run in seconds: every branch of the kernels once."""
+
+
+def grid() -> Iterator[Pass]:
+    """What a GPU runs: real sizes, contexts up to 32k, pages of 1, 16 and 64."""
+    dense = [
+        Case(kv_heads=8, group=4, key_dim=128, value_dim=128, rope_dim=128),
+        Case(kv_heads=3, group=3, key_dim=64, value_dim=64, rope_dim=64, page_size=64),
+        Case(kv_heads=4, group=8, key_dim=128, value_dim=128, page_size=1),
+        Case(kv_heads=2, group=1, key_dim=256, value_dim=256, rope_dim=64, window=1024),
+        *(
+            Case(kv_heads=1, group=n, key_dim=576, value_dim=512, latent=True, rope_dim=64)
+            for n in (16, 64, 128)
+        ),
+    ]
+    for case, dtype in itertools.product(dense, (torch.bfloat16, torch.float32)):
+        case = replace(case, dtype=dtype)
+        counts = (1, 4, 16) if case.latent else (1, 4, 16, 64)
+        for count in counts if dtype == torch.bfloat16 else counts[1:2]:
+            for prefixes in ([1, 700], [32_000], [5000, 127, 128, 4000, 64, 9, 2049, 3071]):
+                for tree in (False, True)[: 1 + (count > 1)]:
+                    yield Pass(case=case, prefixes=prefixes, count=count, tree=tree)
+    yield Pass(case=replace(dense[0], dtype=torch.float16), prefixes=[700, 9], count=16, tree=True)
+    yield Pass(case=replace(dense[0], dtype=torch.bfloat16), prefixes=[0, 1000], count=1500)
+    yield Pass(case=replace(dense[4], dtype=torch.bfloat16), prefixes=[0, 1000], count=300)
+
+
+def alone(case: Case, sequence: Sequence, start: int, count: int, **options: Any) -> torch.Tensor:
+    """[count, H * value_dim]: rows `start` .. of a sequence, each in a pass of its own."""
+    rows = []
+    for n in range(start, start + count):
+        found, _ = by_kernel(case, [Tail(sequence=sequence, prefix=n, index=[n])], **options)
+        rows.append(found[0, 0])
+    return torch.stack(rows)
+
+
+def check_company(case: Case, start: int, counts: tuple[int, ...], **given: Any) -> None:
+    """The rows of one pass have the bits each has alone, however the pass is run."""
+    most = max(counts)
+    sequence, other = Sequence.random(case, start + most, 0), Sequence.random(case, 140 + most, 1)
+    expected = alone(case, sequence, start, most, programs=1, **given)
+    for count in counts:
+        mine = Tail(sequence=sequence, prefix=start, index=list(range(start, start + count)))
+        chained = replace(mine, bits=[(2 << n) - 1 for n in range(count)])
+        beside = Tail(sequence=other, prefix=140, index=list(range(140, 140 + count)))
+        many = given | {"programs": 4 * case.kv_heads}
+        runs = {
+            "alone": by_kernel(case, [mine], **many)[0][0],
+            "folded": by_kernel(case, [mine], programs=1, **given)[0][0],
+            "beside another": by_kernel(case, [beside, mine], spare=2, **many)[0][1],
+            "pages": by_kernel(replace(case, page_size=3, poison=-7.0), [mine], **many)[0][0],
+            "ranks": by_kernel(case, [chained], **many)[0][0],
+            "bits": by_kernel(case, [chained], deterministic=False, **many)[0][0],
+        }
+        for name, rows in runs.items():
+            assert torch.equal(rows, expected[:count]), f"{name}, {count} rows at {start}: {case}"
+
+
+def check_path(case: Case, start: int, count: int, **given: Any) -> None:
+    """A path spread among the nodes of a tree has the bits it has as a text."""
+    rng = random.Random(start)
+    sequence, other = (Sequence.random(case, start + count, s) for s in range(2))
+    path = [0, *sorted(rng.sample(range(1, count), 3))]
+    bits = [1 | 1 << n for n in range(count)]
+    for depth, node in enumerate(path):
+        bits[node] = sum(1 << n for n in path[: depth + 1])
+    mixed = replace(sequence, q=other.q.clone(), k=other.k.clone(), v=other.v.clone())
+    if case.latent:
+        mixed = replace(mixed, v=mixed.k[..., : case.value_dim])
+    for name in ("q", "k", "v"):
+        getattr(mixed, name)[:start] = getattr(sequence, name)[:start]
+    straight = list(range(start, start + 4))
+    for name in ("q", "k", "v"):
+        getattr(mixed, name)[[start + n for n in path]] = getattr(sequence, name)[straight]
+    if mixed.rope is not None and sequence.rope is not None:
+        tables = (sequence.rope[0].clone(), sequence.rope[1].clone())
+        for table, own in zip(tables, sequence.rope, strict=True):
+            table[[start + n for n in path]] = own[straight]
+        mixed = replace(mixed, rope=tables)
+    chain = Tail(sequence=sequence, prefix=start, index=straight)
+    expected, _ = by_kernel(case, [chain], **given)
+    tree = Tail(sequence=mixed, prefix=start, index=list(range(start, start + count)), bits=bits)
+    for programs in (1, 4 * case.kv_heads):
+        found, _ = by_kernel(case, [tree], programs=programs, **given)
+        assert torch.equal(found[0, path], expected[0]), f"{case} at {start}, {programs} programs"
+
+
+def run_reference(passes: list[Pass]) -> None:
+    """Every pass, in order."""
+    for run in passes:
+        run.check()
+
+
+def run_bits_small() -> None:
+    """Bits where splits begin, grow and are cut off by a window."""
+    three, two = Case(kv_heads=1, group=3, rope_dim=16), Case(kv_heads=1, group=2)
+    check_company(three, 126, (4,))
+    check_company(two, 254, (4,), splits=2)
+    check_company(replace(two, window=130), 253, (3,))
+    check_company(LATENT, 127, (2,))
+    check_path(three, 123, 9)
+    check_path(two, 250, 20, splits=2)
+
+
+def run_bits() -> None:
+    """The same at real sizes and in 16 bits."""
+    run_bits_small()
+    large = Case(kv_heads=8, group=4, key_dim=128, value_dim=128, rope_dim=128)
+    small = Case(kv_heads=3, group=3, key_dim=64, value_dim=64, rope_dim=64)
+    latent = replace(LATENT, key_dim=576, value_dim=512, rope_dim=64)
+    for case, dtype in itertools.product(
+        (large, small, latent), (torch.bfloat16, torch.float16, torch.float32)
+    ):
+        case = replace(case, dtype=dtype)
+        for start in (3, 120, 1022, 128 * 24 - 3):
+            check_company(case, start, (2, 4, 8, 16))
+        check_path(case, 1000, 16)
+        check_path(case, 128 * 24 - 2, 60)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
+@pytest.mark.parametrize("part", ["reference", "bits"])
+def test_interpreted_kernels(part: str) -> None:
+    """Fault: wrong masks, pages, splits or merges; a row that depends on its company."""
+    interpret(__file__, part)
+
+
+@on_gpu
+def test_kernels_equal_the_reference() -> None:
+    """Fault: the same, at real sizes."""
+    run_reference([*SMALL, *grid()])
+
+
+@on_gpu
+def test_rows_keep_their_bits() -> None:
+    """Fault: verify arithmetic that depends on N, the batch, the split of work or the tree."""
+    run_bits()
 
 
 if __name__ == "__main__":
-    run_grid()
+    if sys.argv[1] == "reference":
+        run_reference(SMALL)
+    else:
+        run_bits_small()

@@ -45,14 +45,16 @@ class PagedAttention(Protocol):
         """Prepare a pass over `batch`."""
 
 
-def paged_attention(pool: KVPool) -> PagedAttention:
-    """The backend for a pool: Triton on a GPU where heads suit it, else the reference."""
-    shape = pool.shape
-    dim, plain = shape.key_dim, shape.key_dim == shape.value_dim and not shape.windows
-    if pool.k.device.type == "cuda" and plain and dim >= 16 and dim & (dim - 1) == 0:
+def paged_attention(pool: KVPool, *, deterministic: bool = True) -> PagedAttention:
+    """The backend for a pool: Triton's kernels on a GPU, else the reference.
+
+    On a GPU a row's bits are the same in decode, chains and, with `deterministic`, in trees. The
+    reference is deterministic in any case.
+    """
+    if pool.k.device.type == "cuda":
         from eyas.attention.triton import TritonAttention
 
-        return TritonAttention(pool)
+        return TritonAttention(pool, deterministic=deterministic)
     from eyas.attention.reference import ReferenceAttention
 
     return ReferenceAttention(pool)

@@ -10,7 +10,15 @@ import torch
 
 from eyas.attention.rope import Rope
 from eyas.batch import ForwardBatch
-from eyas.kernels.attention_plan import CAUSAL, MASKED, RANKS, Plan, Workspace, make_plan
+from eyas.kernels.attention_plan import (
+    CAUSAL,
+    MASKED,
+    RANKS,
+    Plan,
+    Workspace,
+    make_plan,
+    most_splits,
+)
 from eyas.kernels.kv_write import Layout, write_kv
 from eyas.kernels.paged_attention import node_orders, paged_attention
 from eyas.kv.pool import KVPool
@@ -30,17 +38,20 @@ class TritonAttention:
         *,
         deterministic: bool = True,
         programs: int | None = None,
+        splits: int | None = None,
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         """With `deterministic` a node of a tree has the bits of its path alone, at some cost.
 
-        `programs` fill the device: two for each of its multiprocessors unless told.
+        `programs` fill the device: two for each of its multiprocessors unless told. `splits` are
+        those of a row at most; rows of engines with different ones differ in their last bits.
         """
         self.pool, self.deterministic = pool, deterministic
         device = pool.k.device
         if programs is None:
             programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         self.programs = programs
+        self.splits = splits or most_splits(pool.shape.num_kv_heads)
         self.layout = Layout(shape=pool.shape, page_size=pool.page_size)
         self.workspace = Workspace.of(workspace_bytes, device)
 
@@ -83,6 +94,7 @@ class TritonPass:
                 requests,
                 batch.num_new,
                 self.tree,
+                backend.splits,
                 backend.programs,
                 backend.workspace,
             )

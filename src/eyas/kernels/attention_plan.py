@@ -76,6 +76,12 @@ class Plan:
         return self.num_tiles * self.tile
 
 
+def most_splits(num_kv_heads: int) -> int:
+    """Splits of a row at most: what lets one long request fill a device, whatever the device."""
+    each = 1 << (ONE_REQUEST // num_kv_heads).bit_length() >> 1
+    return max(8, min(64, each)) * 3 // 2
+
+
 def make_plan(
     layout: Layout,
     dtype: torch.dtype,
@@ -83,6 +89,7 @@ def make_plan(
     requests: int,
     num_new: int,
     tree: int,
+    splits: int,
     programs: int,
     workspace: Workspace,
 ) -> Plan:
@@ -97,7 +104,6 @@ def make_plan(
     largest = 16 if not narrow else 64 if values <= 128 else 32
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
     tiles = -(-rows // tile)
-    splits = max(8, min(64, 1 << (ONE_REQUEST // heads).bit_length() >> 1)) * 3 // 2
     parts = min(splits + 1, -(-programs // (requests * heads * tiles)))
     sums = requests * heads * (splits + 2) * values * tiles * tile
     if sums > workspace.sums.numel() or requests * heads * tiles > MAX_TILES:

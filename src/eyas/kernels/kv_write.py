@@ -11,16 +11,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from eyas.batch import ForwardBatch
+from eyas.kernels.lang import tl, triton
 from eyas.model_config import AttentionShape
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines of a pass's rows, float32 [T', 1, R] each."""
 ROWS = 16
 """New rows of a program."""
+PASS_VALUES = (
+    "num_new",
+    "tail_offset",
+    "parts",
+    "tiles",
+    "shared",
+    "positions",
+    "table_stride",
+    "table_width",
+)
+"""Arguments that differ between passes: a kernel is not compiled anew for some of their values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +161,7 @@ def write_rows(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_new", "tail_offset"])
+@triton.jit(do_not_specialize=PASS_VALUES)
 def _kernel(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, table_ptr, prefix_ptr, k_new_ptr, v_new_ptr, cos_ptr, sin_ptr,
     num_new, tail_offset, positions, table_stride, table_width,

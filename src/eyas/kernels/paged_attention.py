@@ -16,12 +16,19 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
-import triton.language as tl
 
 from eyas.batch import ForwardBatch
 from eyas.kernels.attention_plan import LEAST_SPLIT, RANKS, Plan, Workspace
-from eyas.kernels.kv_write import Layout, Rope, head_rows, rope_arguments, turn, write_rows
+from eyas.kernels.kv_write import (
+    PASS_VALUES,
+    Layout,
+    Rope,
+    head_rows,
+    rope_arguments,
+    turn,
+    write_rows,
+)
+from eyas.kernels.lang import tl, triton
 from eyas.kernels.splits import (
     FLOOR,
     extent,
@@ -38,7 +45,7 @@ HIDDEN = tl.constexpr(-1e30)
 """Score of a key that a row does not see: its weight is exactly zero."""
 
 
-@triton.jit(do_not_specialize=["num_new"])
+@triton.jit(do_not_specialize=PASS_VALUES)
 def _order_kernel(  # type: ignore[no-untyped-def]
     order_ptr, bits_ptr, prefix_ptr, table_ptr, num_new, table_stride, table_width,
     PAGE: tl.constexpr,
@@ -105,6 +112,18 @@ def _seen(kv, low, end, bits, prefix, MASKED: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
+def _absorb(scores, v, factor, top, mass, acc):  # type: ignore[no-untyped-def]
+    """A block's scores [BLOCK, R] and values [BLOCK, D] taken into the sums (online softmax)."""
+    higher = tl.maximum(top, tl.max(scores, 0) * factor)
+    weights = tl.exp2(tl.fma(scores, factor, -higher[None, :]))
+    shrink = tl.exp2(top - higher)
+    mass = tl.fma(mass, shrink, tl.sum(weights, 0))
+    weights = weights.to(v.dtype)
+    acc = tl.dot(tl.trans(v), weights, acc * shrink[None, :], input_precision="ieee")
+    return higher, mass, acc
+
+
+@triton.jit
 def _share(  # type: ignore[no-untyped-def]
     low, end, size, prefix, most, part, parts, own,
     TREE: tl.constexpr, FOLD: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
@@ -128,7 +147,7 @@ def _share(  # type: ignore[no-untyped-def]
     return lo, hi, tl.minimum(parts, units)
 
 
-@triton.jit(do_not_specialize=["num_new", "tail_offset", "parts", "tiles", "shared"])
+@triton.jit(do_not_specialize=PASS_VALUES)
 def _kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, out_ptr,
     table_ptr, prefix_ptr, bits_ptr, order_ptr, sum_ptr, stat_ptr, count_ptr,
@@ -153,11 +172,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         first_row = tl.where(own, index // each * GROUP + index % each * R, first_row)
         last_row = tl.where(own, (index // each + 1) * GROUP, last_row)
         part, parts = tl.where(own, 0, part), tl.where(own, 1, parts)
-    row0, group, first = (
-        request * num_new,
-        request * tl.num_programs(1) + head,
-        prefix + tail_offset,
-    )
+    row0, first = request * num_new, prefix + tail_offset
+    group = request * tl.num_programs(1) + head
     rows = first_row + tl.arange(0, R)
     used = rows < last_row
     node = tl.minimum(rows, last_row - 1) // GROUP
@@ -178,8 +194,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     if lo >= hi:
         return
-    k_ptr += head * positions * DIM
-    v_ptr += head * positions * WIDE
+    k_ptr += head.to(tl.int64) * positions * DIM
+    v_ptr += head.to(tl.int64) * positions * WIDE
     table_ptr += request * table_stride
     kind = k_ptr.dtype.element_ty
     qa = tl.trans(turn(xa, ya, ca, sa, (DIM if SIZE_B == 0 else WIDE) > DIM - ROPE).to(kind))
@@ -222,12 +238,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             scores = tl.dot(kb, qb, scores, input_precision="ieee")
         if (stop > plain) | (start < newest):
             scores = tl.where(_seen(kv, low, end, bits, prefix, TREE == 1), scores, HIDDEN)
-        higher = tl.maximum(top, tl.max(scores, 0) * factor)
-        weights = tl.exp2(tl.fma(scores, factor, -higher[None, :]))
-        shrink = tl.exp2(top - higher)
-        mass = tl.fma(mass, shrink, tl.sum(weights, 0))
-        acc = tl.dot(tl.trans(v), weights.to(kind), acc * shrink[None, :], input_precision="ieee")
-        top = higher
+        top, mass, acc = _absorb(scores, v, factor, top, mass, acc)
         if (stop % least == 0) & (stop < hi):
             done = stop % size == 0
             if FOLD:
@@ -239,26 +250,24 @@ def _kernel(  # type: ignore[no-untyped-def]
                 put(sum_ptr, stat_ptr, top, mass, acc, slot, rows, done & used, columns, SIZE_V)
             stay = tl.where(done, 0.0, 1.0)
             top, mass, acc = tl.where(done, FLOOR, top), mass * stay, acc * stay[None, :]
-    finished = True
+    finished, dims = True, tl.arange(0, SIZE_V)
     if FOLD:
         top, mass, acc = fold(total_top, total_mass, total, top, mass, acc, size > 0)
     elif (not MERGE) | (expected > 1) | (hi - lo > least):
         slot = (hi - 1) // size - base
         put(sum_ptr, stat_ptr, top, mass, acc, slot, rows, used, columns, SIZE_V)
         finished = False
-        if MERGE:  # all threads' sums stand before the count says so
-            tl.debug_barrier()
+        if MERGE:
+            tl.debug_barrier()  # all threads' sums stand before the count says so
             count_ptr += group * tiles + tile
             finished = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
             if finished:
                 tl.store(count_ptr, 0)
                 last = tl.where(used, (end - 1) // size - base + 1, 0)
-                dims = tl.arange(0, SIZE_V)
                 mass, acc = merged(sum_ptr, stat_ptr, last, rows, dims, columns, SIZE_V)
     if finished:
         wide = tl.num_programs(1) * GROUP * WIDE
-        place = node * wide + column * WIDE
-        give(out_ptr + row0 * wide, mass, acc, place, used, tl.arange(0, SIZE_V), WIDE)
+        give(out_ptr + row0 * wide, mass, acc, node * wide + column * WIDE, used, dims, WIDE)
 
 
 def node_orders(batch: ForwardBatch, page_size: int) -> torch.Tensor:
@@ -277,6 +286,27 @@ def node_orders(batch: ForwardBatch, page_size: int) -> torch.Tensor:
         num_warps=1,
     )
     return out
+
+
+def constants(
+    layout: Layout, plan: Plan, group: int, rope_dim: int, window: int
+) -> dict[str, int | bool]:
+    """What the attention kernel is compiled for."""
+    return {
+        **layout.constants,
+        "TREE": plan.tree,
+        "WINDOW": window,
+        "SPLITS": plan.splits,
+        "LEAST": LEAST_SPLIT,
+        "ROPE": rope_dim,
+        "GROUP": group,
+        "R": plan.tile,
+        "BLOCK": plan.block,
+        "STAGES": plan.num_stages,
+        "FOLD": plan.parts == 1,
+        "WRITE": plan.write,
+        "MERGE": plan.merge,
+    }
 
 
 def paged_attention(
@@ -304,8 +334,7 @@ def paged_attention(
     assert q.stride(-1) == 1 and q.stride(-2) == dense, f"heads of q must be dense: {q.stride()}"
     cos, sin, rope_stride, rope_dim = rope_arguments(rope, q)
     bits = batch.prefix_lens if batch.ancestors is None else batch.ancestors
-    constants = layout.constants
-    rules = {"TREE": plan.tree, "WINDOW": window, "SPLITS": plan.splits, "LEAST": LEAST_SPLIT}
+    compiled = constants(layout, plan, group, rope_dim, window)
     shared = plan.parts * plan.num_tiles
     programs = shared
     if plan.tree == RANKS:
@@ -341,23 +370,15 @@ def paged_attention(
         k.stride(0),
         v.stride(0),
         rope_stride,
-        ROPE=rope_dim,
-        GROUP=group,
-        R=plan.tile,
-        BLOCK=plan.block,
-        STAGES=plan.num_stages,
-        FOLD=plan.parts == 1,
-        WRITE=plan.write,
-        MERGE=plan.merge,
         num_warps=plan.num_warps,
         enable_fp_fusion=False,
-        **constants,
-        **rules,
+        **compiled,
     )
     if plan.parts > 1 and not plan.merge:
-        size_v = constants["SIZE_V"]
-        chunk = min(size_v, max(16, 1024 // plan.tile))
-        merge_kernel[(size_v // chunk, plan.num_tiles, requests * heads)](
+        size = layout.constants["SIZE_V"]
+        chunk = min(size, max(16, 1024 // plan.tile))
+        names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST")
+        merge_kernel[(size // chunk, plan.num_tiles, requests * heads)](
             out,
             workspace.sums,
             workspace.stats,
@@ -367,13 +388,9 @@ def paged_attention(
             batch.tail_offset,
             plan.columns,
             heads,
-            GROUP=group,
-            WIDE=layout.shape.value_dim,
-            SIZE_V=size_v,
-            R=plan.tile,
             CHUNK=chunk,
             enable_fp_fusion=False,
-            **rules,
+            **{name: compiled[name] for name in names},
         )
 
 

@@ -12,8 +12,7 @@ place of D, where columns are a head's rows. FlashDecoding merges alike (crfm.st
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from eyas.kernels.lang import tl, triton
 
 FLOOR = tl.constexpr(-1e20)
 """Statistic of a row that has seen nothing; hidden scores lie far below it."""
@@ -32,7 +31,9 @@ def set_bits(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def split_size(count, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
+def split_size(  # type: ignore[no-untyped-def]
+    count, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
+):  # fmt: skip
     """The power of two from LEAST on that cuts a row's `count` keys into at most SPLITS splits."""
     if WINDOW > 0:
         count = tl.minimum(count, WINDOW)
@@ -73,7 +74,7 @@ def fold(top, mass, acc, more_top, more_mass, more, counts):  # type: ignore[no-
     """Two sums of rows as one; `more` for the rows where it counts."""
     higher = tl.where(counts, tl.maximum(top, more_top), top)
     shrink = tl.exp2(top - higher)
-    grow = tl.where(counts, tl.exp2(more_top - higher), 0.0)
+    grow = tl.where(counts, tl.exp2(tl.minimum(more_top - higher, 0.0)), 0.0)
     mass = tl.fma(mass, shrink, more_mass * grow)
     acc = tl.fma(acc, shrink[None, :], more * grow[None, :])
     return higher, mass, acc
@@ -93,7 +94,9 @@ def put(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _take(sum_ptr, stat_ptr, slot, last, rows, dims, columns, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _take(  # type: ignore[no-untyped-def]
+    sum_ptr, stat_ptr, slot, last, rows, dims, columns, SIZE: tl.constexpr
+):  # fmt: skip
     """Statistics and sums [D, R] of split `slot` of rows, and whether they have it.
 
     Other programs wrote them a moment ago, hence past the first cache.
@@ -107,7 +110,9 @@ def _take(sum_ptr, stat_ptr, slot, last, rows, dims, columns, SIZE: tl.constexpr
 
 
 @triton.jit
-def merged(sum_ptr, stat_ptr, last, rows, dims, columns, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def merged(  # type: ignore[no-untyped-def]
+    sum_ptr, stat_ptr, last, rows, dims, columns, SIZE: tl.constexpr
+):  # fmt: skip
     """The rows' splits 0 .. last - 1 folded in order: mass [R] and sums [D, R] of `dims`."""
     top = tl.full([rows.shape[0]], FLOOR, tl.float32)
     mass = tl.zeros([rows.shape[0]], tl.float32)
@@ -127,7 +132,7 @@ def merged(sum_ptr, stat_ptr, last, rows, dims, columns, SIZE: tl.constexpr):  #
 @triton.jit
 def give(out_ptr, mass, acc, place, used, dims, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store numbers `dims` of rows' weighted means; their heads start at `place`."""
-    mean = (acc / mass[None, :]).to(out_ptr.dtype.element_ty)
+    mean = (acc / tl.where(used, mass, 1.0)[None, :]).to(out_ptr.dtype.element_ty)
     inside = used[None, :] & (dims < WIDE)[:, None]
     tl.store(out_ptr + place[None, :] + dims[:, None], mean, inside)
 

@@ -1,0 +1,188 @@
+"""What the attention kernels become on an H200: tensor cores, asynchronous copies, no spills.
+
+Compiled here without a GPU; run as a script to see registers, spilled bytes and shared memory of
+the shapes that are measured.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.compiler import ASTSource
+
+from eyas.kernels import paged_attention as module
+from eyas.kernels.attention_plan import (
+    CAUSAL,
+    MASKED,
+    RANKS,
+    Plan,
+    Workspace,
+    make_plan,
+    most_splits,
+)
+from eyas.kernels.kv_write import Layout
+from eyas.model_config import AttentionShape
+from tests.kernels.running import HOPPER
+
+SHARED_BYTES = 227 * 2**10
+"""What one program may take of an H200's multiprocessor."""
+ALIGNED = ("q_stride", "k_new_stride", "v_new_stride", "rope_stride", "columns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Sizes of a model's attention on one GPU."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    latent: bool = False
+    window: int = 0
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(
+            num_layers=1,
+            num_kv_heads=self.kv_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            scale=1.0,
+            latent=self.latent,
+        )
+
+
+MODELS = {
+    "Llama-3.1-8B": Model(heads=32, kv_heads=8, key_dim=128, value_dim=128),
+    "SmolLM2-135M": Model(heads=9, kv_heads=3, key_dim=64, value_dim=64),
+    "DeepSeek-V2-Lite": Model(heads=16, kv_heads=1, key_dim=576, value_dim=512, latent=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """One compiled kernel and what it takes."""
+
+    plan: Plan
+    assembly: str
+    registers: int
+    spilled: int
+    shared: int
+    seconds: float
+
+
+def build(
+    model: Model, requests: int, num_new: int, tree: int = CAUSAL, page_size: int = 16
+) -> Built:
+    """Compile the attention kernel for a pass in bfloat16 on an H200."""
+    layout = Layout(shape=model.shape, page_size=page_size)
+    group, splits = model.heads // model.kv_heads, most_splits(model.kv_heads)
+    space = Workspace.of(2**27, torch.device("meta"))
+    plan = make_plan(layout, torch.bfloat16, group, requests, num_new, tree, splits, 264, space)
+    rope_dim = model.key_dim - model.value_dim if model.latent else model.key_dim
+    constants = module.constants(layout, plan, group, rope_dim, model.window)
+    kernel = module._kernel
+    start = time.perf_counter()
+    source = ASTSource(fn=kernel, **arguments(kernel.arg_names, constants))
+    options = {"num_warps": plan.num_warps, "enable_fp_fusion": False}
+    made = triton.compile(source, target=HOPPER, options=options)
+    seconds = time.perf_counter() - start
+    registers, spilled = usage(made.asm["cubin"])
+    return Built(
+        plan=plan,
+        assembly=made.asm["ptx"],
+        registers=registers,
+        spilled=spilled,
+        shared=made.metadata.shared,
+        seconds=seconds,
+    )
+
+
+def arguments(names: list[str], constants: dict[str, Any]) -> dict[str, Any]:
+    """Types of a launch in bfloat16, and which of its values are multiples of 16."""
+    types = {"factor": "fp32", "count_ptr": "*i32"}
+    types |= dict.fromkeys(("table_ptr", "prefix_ptr", "bits_ptr", "order_ptr"), "*i64")
+    types |= dict.fromkeys(("cos_ptr", "sin_ptr", "sum_ptr", "stat_ptr"), "*fp32")
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        return types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+
+    aligned = [i for i, n in enumerate(names) if n.endswith("_ptr") or n in ALIGNED]
+    return {
+        "signature": {name: kind(name) for name in names},
+        "constexprs": constants,
+        "attrs": {(i,): [["tt.divisibility", 16]] for i in aligned},
+    }
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes it spills."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        command = (tool, "-res-usage", file.name)
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return int(found[1]), int(found[2])
+
+
+CASES = {
+    "decode": ("Llama-3.1-8B", 1, 1, CAUSAL),
+    "prefill": ("Llama-3.1-8B", 1, 2048, CAUSAL),
+    "tree": ("Llama-3.1-8B", 1, 16, RANKS),
+    "many small": ("SmolLM2-135M", 128, 5, CAUSAL),
+    "latent": ("DeepSeek-V2-Lite", 1, 1, CAUSAL),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_suits_an_h200(name: str) -> None:
+    """Fault: a kernel that only the interpreter takes, that spills, or whose loads wait in turn.
+
+    With asynchronous copies as many blocks lie in shared memory as the pipeline has stages.
+    """
+    model, requests, num_new, tree = CASES[name]
+    built, sizes = build(MODELS[model], requests, num_new, tree), MODELS[model]
+    assert built.spilled <= (160 if sizes.latent else 0), f"{built.spilled} bytes spilled"
+    assert built.shared <= SHARED_BYTES, f"{built.shared} bytes of shared memory"
+    width = sizes.key_dim + (0 if sizes.latent else sizes.value_dim)
+    blocks = built.plan.num_stages * built.plan.block * width * 2
+    assert built.shared >= blocks, f"{built.shared} bytes hold no {built.plan.num_stages} blocks"
+    assert "wgmma" in built.assembly, "no tensor core of this GPU's own"
+
+
+def report() -> None:
+    """Print what each shape takes, pass by pass."""
+    for name, model in MODELS.items():
+        passes = [(1, 1, CAUSAL), (1, 8, CAUSAL), (1, 16, CAUSAL), (64, 1, CAUSAL), (64, 8, CAUSAL)]
+        for requests, num_new, tree in (
+            *passes,
+            (1, 16, RANKS),
+            (1, 16, MASKED),
+            (1, 2048, CAUSAL),
+        ):
+            built = build(model, requests, num_new, tree)
+            plan = built.plan
+            print(  # noqa: T201
+                f"{name:17} batch {requests:3} N {num_new:4} tree {tree} tile {plan.tile:2} "
+                f"block {plan.block:3} parts {plan.parts:3} warps {plan.num_warps} "
+                f"stages {plan.num_stages}: {built.registers} registers, {built.spilled} spilled, "
+                f"{built.shared} shared, {built.seconds:.1f} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    report()
