@@ -18,9 +18,9 @@ except ImportError:
     class _NoTriton:
         """Decorators that leave kernels uncompiled; nobody launches them here."""
 
-        def jit(self, function: Any) -> Any:
-            """`function` as it is."""
-            return function
+        def jit(self, function: Any = None, **_: Any) -> Any:
+            """`function` as it is, also below a decorator with options."""
+            return function or self.jit
 
     triton, tl = _NoTriton(), None
 

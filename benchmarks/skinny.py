@@ -1,0 +1,382 @@
+"""Times linear layers of few rows on a GPU: cuBLAS against the kernel of `eyas.kernels.skinny`.
+
+Every layer runs in a CUDA graph over as many copies of its weight as the L2 cache cannot hold. A
+weight's plans are compared at four rows; the best one is then timed at 1, 4, 8 and 16 rows, and
+chained to the launch before it. Each plan is checked first: against float32, each row alone against
+the row among others, and one run against the next. A figure is the median of repeats.
+
+    python benchmarks/skinny.py --json skinny.json
+
+Lines appear as they are measured, so a run that is cut short still says something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from triton.runtime.errors import TritonError
+
+from eyas.fingerprint import fingerprint
+from eyas.kernels.gated import gated
+from eyas.kernels.norm import add_rms_norm
+from eyas.kernels.skinny_plan import config
+from eyas.kernels.skinny_triton import Norm, Plan, run
+
+ROWS = (1, 4, 8, 16)
+SEARCHED = 4
+"""Rows at which plans are compared."""
+SPREAD = 200 << 20
+"""Bytes of the copies of a weight together."""
+WORKERS = 12
+"""Processes that compile ahead; Triton's cache on disk hands their work over."""
+DTYPE = torch.bfloat16
+EPS = 1e-5
+DEVICE = "cuda"
+SCREEN = Console(width=190, highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A weight [outputs, inputs], and what its launch does around the product."""
+
+    name: str
+    outputs: int
+    inputs: int
+    way: str = "plain"
+    """Words of: plain; norm (residual add and norm before); gated; int8."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight."""
+        return 1 if "int8" in self.way else 2
+
+    @property
+    def bytes(self) -> int:
+        """Of the weight."""
+        return self.outputs * self.inputs * self.itemsize
+
+
+LAYERS = [
+    Layer(name="8B qkv", outputs=6144, inputs=4096),
+    Layer(name="8B o", outputs=4096, inputs=4096),
+    Layer(name="8B gate up", outputs=28672, inputs=4096, way="gated"),
+    Layer(name="8B down", outputs=4096, inputs=14336),
+    Layer(name="SmolLM2 qkv", outputs=960, inputs=576, way="norm"),
+    Layer(name="SmolLM2 o", outputs=576, inputs=576),
+    Layer(name="SmolLM2 gate up", outputs=3072, inputs=576, way="norm gated"),
+    Layer(name="SmolLM2 down", outputs=576, inputs=1536),
+    Layer(name="SmolLM2 head", outputs=49152, inputs=576),
+    Layer(name="V2-Lite q, kv down", outputs=3648, inputs=2048),
+    Layer(name="V2-Lite o", outputs=2048, inputs=2048),
+    Layer(name="V2-Lite shared gate up", outputs=5632, inputs=2048, way="gated"),
+    Layer(name="V2-Lite shared down", outputs=2048, inputs=2816),
+    Layer(name="V2-Lite dense gate up", outputs=21888, inputs=2048, way="gated"),
+    Layer(name="V2-Lite dense down", outputs=2048, inputs=10944),
+    Layer(name="V2-Lite head", outputs=102400, inputs=2048),
+    Layer(name="8B drafter qkv", outputs=6144, inputs=8192),
+    Layer(name="8B drafter fuse", outputs=4096, inputs=12288),
+    Layer(name="8B drafter head", outputs=32000, inputs=4096),
+    Layer(name="8B drafter qkv", outputs=6144, inputs=8192, way="int8"),
+    Layer(name="8B drafter gate up", outputs=28672, inputs=4096, way="int8 gated"),
+    Layer(name="8B drafter down", outputs=4096, inputs=14336, way="int8"),
+    Layer(name="8B drafter head", outputs=32000, inputs=4096, way="int8"),
+    Layer(name="Qwen3-30B qkv", outputs=5120, inputs=2048),
+    Layer(name="Qwen3-30B o", outputs=2048, inputs=4096),
+    Layer(name="V2-Lite q, kv down", outputs=3648, inputs=2048, way="norm"),
+]
+LARGE = 6 << 20
+"""Weights from this size on are for the plans of large ones."""
+
+
+def plans(layer: Layer) -> list[Plan]:
+    """What is compared for a layer; tiles in bytes, not in numbers."""
+    longer = 2 // layer.itemsize
+    gates = "gated" in layer.way
+    if layer.bytes < LARGE:
+        wide = 2 if gates else 1
+        found = [
+            Plan(outputs=16 * wide, depth=64, groups=4, warps=4, stages=3),
+            Plan(outputs=16 * wide, depth=64, groups=4, warps=4, stages=6),
+            Plan(outputs=16 * wide, depth=32, groups=8, warps=8, stages=4),
+            Plan(outputs=32, depth=64, groups=1, warps=2, stages=8),
+            Plan(outputs=32, depth=128, groups=1, warps=2, stages=6),
+            Plan(outputs=64, depth=64, groups=1, warps=4, stages=8),
+        ]
+    else:
+        wide = 128 if gates else 64
+        found = [
+            Plan(outputs=wide, depth=64, stages=6 if gates else 8),
+            Plan(outputs=wide, depth=64, stages=6 if gates else 8, splits=2),
+            Plan(outputs=wide, depth=64, stages=6 if gates else 8, splits=4),
+            Plan(outputs=wide, depth=128, stages=3 if gates else 5),
+            Plan(outputs=wide, depth=128, stages=3 if gates else 5, splits=2),
+            Plan(outputs=wide, depth=128, stages=3 if gates else 5, splits=4),
+            Plan(outputs=wide // 2, depth=64, groups=4, stages=4),
+            Plan(outputs=wide // 2, depth=128, groups=1, warps=wide // 32, stages=8),
+            Plan(outputs=16 * wide // 64, depth=64, groups=4, stages=6),
+            Plan(outputs=16 * wide // 64, depth=64, groups=8, warps=8, stages=5),
+        ]
+    found = [dataclasses.replace(plan, depth=plan.depth * longer) for plan in found]
+    default = config(layer.outputs, layer.inputs, layer.itemsize, gates)
+    return [default, *(plan for plan in found if plan != default and _fits(plan, layer))]
+
+
+def _fits(plan: Plan, layer: Layer) -> bool:
+    """Whether no program of a tile is left without inputs."""
+    steps = -(-layer.inputs // (plan.groups * plan.depth))
+    return (plan.splits - 1) * -(-steps // plan.splits) < steps
+
+
+def chained(plan: Plan) -> list[Plan]:
+    """The plan, started while the launch before still runs."""
+    return [dataclasses.replace(plan, chained=True, ahead=ahead) for ahead in (0, 1024, 4096)]
+
+
+class Case:
+    """A layer's tensors: copies of the weight, sixteen rows."""
+
+    def __init__(self, layer: Layer, copies: int) -> None:
+        size, inner = layer.outputs, layer.inputs
+        self.layer = layer
+        self.gates = "gated" in layer.way
+        generator = torch.Generator(DEVICE).manual_seed(size + inner)
+
+        def draw(*shape: int, deviation: float = 1.0) -> torch.Tensor:
+            values = torch.empty(shape, dtype=DTYPE, device=DEVICE)
+            return values.normal_(0.0, deviation, generator=generator)
+
+        self.x, self.delta, self.norm_weight = draw(16, inner), draw(16, inner), draw(inner)
+        self.weights = [draw(size, inner, deviation=inner**-0.5) for _ in range(min(copies, 2))]
+        self.scales: torch.Tensor | None = None
+        if "int8" in layer.way:
+            self.scales = torch.full((size,), inner**-0.5 / 40, device=DEVICE)
+            whole = [w.float() / self.scales[:, None] for w in self.weights]
+            self.weights = [w.round().clamp(-127, 127).to(torch.int8) for w in whole]
+        self.weights += [self.weights[0].clone() for _ in range(copies - len(self.weights))]
+        self.counts = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+
+    def own(self, plan: Plan, rows: int, copy: int = 0) -> torch.Tensor:
+        """The kernel's output of the first rows."""
+        norm = None
+        if "norm" in self.layer.way:
+            norm = Norm(weight=self.norm_weight, eps=EPS, delta=self.delta[:rows])
+        return run(
+            self.x[:rows],
+            self.weights[copy],
+            plan,
+            scales=self.scales,
+            norm=norm,
+            gated=self.gates,
+            counts=self.counts,
+        )[0]
+
+    def library(self, rows: int, copy: int = 0) -> torch.Tensor:
+        """The same by cuBLAS and the launches around it; for int8 cuBLAS in 16 bits."""
+        x = self.x[:rows]
+        if "norm" in self.layer.way:
+            x, _ = add_rms_norm(x, self.delta[:rows], self.norm_weight, EPS)
+        y = F.linear(x, self.weights[copy])
+        return gated(y) if self.gates else y
+
+    def exact(self) -> torch.Tensor:
+        """All rows with products and sums in float32."""
+        x = self.x
+        if "norm" in self.layer.way:
+            x, _ = add_rms_norm(x, self.delta, self.norm_weight, EPS)
+        y = F.linear(x.float(), self.weights[0].float())
+        if self.scales is not None:
+            y *= self.scales
+        if not self.gates:
+            return y
+        gate, up = y.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def faults(self, plan: Plan) -> str:
+        """What is wrong with a plan; empty if nothing is."""
+        every, wanted = self.own(plan, 16), self.exact()
+        off = float((every.float() - wanted).abs().max() / wanted.abs().max())
+        if not off < 2e-2:
+            return f"off by {off:.3f} of the largest output"
+        if not torch.equal(self.own(plan, 16), every):
+            return "differs from run to run"
+        for rows in (1, 5):
+            if not torch.equal(self.own(plan, rows), every[:rows]):
+                return f"{rows} rows alone have other bits"
+        return "counters are left" if self.counts.any() else ""
+
+
+def microseconds(launch: Callable[[int], Any], copies: int, repeats: int = 7) -> float:
+    """Device time of a launch among others, each with its own copy of the weight."""
+    for copy in range(min(copies, 3)):
+        launch(copy)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for copy in range(copies):
+            launch(copy)
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        marks[0].record()
+        graph.replay()
+        marks[1].record()
+        torch.cuda.synchronize()
+        times.append(marks[0].elapsed_time(marks[1]) * 1e3 / copies)
+    return statistics.median(times)
+
+
+def short(plan: Plan) -> str:
+    """A plan on a line."""
+    text = f"out {plan.outputs} depth {plan.depth} splits {plan.splits} groups {plan.groups}"
+    text += f" warps {plan.warps} stages {plan.stages}"
+    return text + f" chained, ahead {plan.ahead}" * plan.chained
+
+
+def measure(layer: Layer) -> Iterator[dict[str, Any]]:
+    """Figures of one layer."""
+    copies = max(2, min(160, -(-SPREAD // layer.bytes)))
+    case = Case(layer, copies)
+
+    def row(what: str, plan: Plan | None, rows: int, us: float) -> dict[str, Any]:
+        figures = {"rows": rows, "us": round(us, 2), "tb_s": round(layer.bytes / us / 1e6, 3)}
+        options = None if plan is None else dataclasses.asdict(plan)
+        return {"layer": dataclasses.asdict(layer), "what": what, **figures, "plan": options}
+
+    if "int8" not in layer.way:
+        for rows in ROWS:
+            us = microseconds(lambda copy, rows=rows: case.library(rows, copy), copies)
+            yield row("library", None, rows, us)
+    found: list[tuple[float, Plan]] = []
+
+    def attempt(what: str, plan: Plan, rows: int) -> Iterator[dict[str, Any]]:
+        try:
+            fault = case.faults(plan)
+            us = microseconds(lambda copy: case.own(plan, rows, copy), copies)
+        except (RuntimeError, TritonError) as error:
+            fault, us = f"{type(error).__name__}: {str(error)[:100]}", 0.0
+        if fault:
+            yield {"layer": dataclasses.asdict(layer), "what": f"{short(plan)}: {fault}"}
+            return
+        found.append((us, plan))
+        yield row(what, plan, rows, us)
+
+    for plan in plans(layer):
+        yield from attempt("plan", plan, SEARCHED)
+    if not found:
+        return
+    best = min(found, key=lambda one: one[0])[1]
+    for rows in ROWS:
+        yield row(
+            "best", best, rows, microseconds(lambda copy, n=rows: case.own(best, n, copy), copies)
+        )
+    for plan in chained(best):
+        yield from attempt("chained", plan, SEARCHED)
+
+
+def variants(layers: list[Layer]) -> list[tuple[Layer, Plan]]:
+    """One layer for every kernel that is compiled."""
+    seen: dict[Any, tuple[Layer, Plan]] = {}
+    for layer in layers:
+        for plan in plans(layer):
+            even = layer.inputs % (plan.depth * plan.groups) == 0
+            passes = -(-layer.inputs // 512) if "norm" in layer.way else 0
+            seen.setdefault((plan, layer.way, even, passes), (layer, plan))
+    return list(seen.values())
+
+
+def compile_share(layers: list[Layer], number: int) -> None:
+    """Launch every `WORKERS`-th variant once, on a weight of few outputs."""
+    for layer, plan in variants(layers)[number::WORKERS]:
+        small = dataclasses.replace(layer, outputs=256)
+        try:
+            Case(small, 1).own(plan, 4)
+        except (RuntimeError, TritonError):
+            continue
+
+
+def compile_ahead(arguments: list[str]) -> None:
+    """Compile in processes of their own; a minute at most."""
+    start = perf_counter()
+    command = [sys.executable, __file__, *arguments, "--compile"]
+    workers = [subprocess.Popen([*command, str(n)]) for n in range(WORKERS)]
+    for worker in workers:
+        try:
+            worker.wait(max(1.0, 60 - (perf_counter() - start)))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+    SCREEN.print(f"compiled in {perf_counter() - start:.1f} s")
+
+
+def show(figure: dict[str, Any]) -> None:
+    """One line."""
+    layer = figure["layer"]
+    name = f"{layer['name']} {layer['outputs']}x{layer['inputs']} {layer['way']}"
+    if "us" not in figure:
+        SCREEN.print(f"{name:45s} {figure['what']}")
+        return
+    plan = "" if figure["plan"] is None else short(Plan(**figure["plan"]))
+    line = f"{name:45s} {figure['what']:8s} T={figure['rows']:<3d}"
+    SCREEN.print(f"{line} {figure['us']:8.2f} us {figure['tb_s']:6.3f} TB/s  {plan}")
+
+
+def summary(figures: list[dict[str, Any]]) -> None:
+    """Library and best plan at 1, 4, 8 and 16 rows, chained at four; a line a layer."""
+    cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for figure in figures:
+        if "us" in figure:
+            layer = figure["layer"]
+            name = f"{layer['name']} {layer['outputs']}x{layer['inputs']} {layer['way']}"
+            cells.setdefault(name, {}).setdefault(figure["what"], []).append(figure)
+    for name, kinds in cells.items():
+        library = " ".join(f"{one['us']:7.2f}" for one in kinds.get("library", []))
+        own = " ".join(f"{one['us']:7.2f}" for one in kinds.get("best", []))
+        linked = min((one["us"] for one in kinds.get("chained", [])), default=float("nan"))
+        best = short(Plan(**kinds["best"][0]["plan"])) if "best" in kinds else "none"
+        SCREEN.print(f"{name:42s} {library:31s} | {own:31s} | {linked:7.2f}  {best}")
+
+
+def main() -> None:
+    """Compile, check, time; print lines, a summary, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", default="", help="only layers whose name contains this")
+    parser.add_argument("--seconds", type=float, default=85.0, help="start no layer after this")
+    parser.add_argument("--json", default="")
+    parser.add_argument("--compile", type=int, default=-1, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    start = perf_counter()
+    layers = [layer for layer in LAYERS if args.layers in layer.name]
+    with torch.inference_mode():
+        if args.compile >= 0:
+            compile_share(layers, args.compile)
+            return
+        compile_ahead(["--layers", args.layers])
+        figures: list[dict[str, Any]] = []
+        for layer in layers:
+            if perf_counter() - start > args.seconds:
+                SCREEN.print(f"no time for {layer.name}")
+                continue
+            for figure in measure(layer):
+                figures.append(figure)
+                show(figure)
+    SCREEN.print("\nus: library | own at 1, 4, 8, 16 rows | chained at 4")
+    summary(figures)
+    if args.json:
+        record = {"rows": figures, "flags": vars(args), "provenance": fingerprint()}
+        Path(args.json).write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Linear layers of few rows, with what stands before and behind them in the same launch.
+
+A decode or verify pass has few rows: its linear layers read weights and do little else. Where a
+weight has a plan (`skinny_plan.py`) and rows are few, the kernel of `skinny_triton.py` runs them,
+else torch's operators, which are also the oracle. Roundings stand where torch's operators have
+them: the norm's rows, the product, the silu and the gated product are each rounded to the rows'
+dtype. Sums are float32.
+
+Always holds: the choice follows from device, dtype and shapes alone. A row's bits do not depend on
+the other rows, as long as there are no more than `MOST_ROWS` or the library keeps that too.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from eyas.kernels.gated import gated, gated_reference
+from eyas.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from eyas.kernels.skinny_plan import MOST_NORMED, plan_of, serves
+from eyas.kernels.skinny_triton import Norm, Plan, run, tiles_of
+
+__all__ = ["Counters", "Norm", "gated_linear", "int8_linear", "linear", "norm_linear"]
+
+
+class Counters:
+    """Where the programs that share a tile of a layer's outputs count themselves.
+
+    Zeros between launches. A layer owns one, so no launch of another layer can count there.
+    """
+
+    def __init__(self) -> None:
+        self._zeros: torch.Tensor | None = None
+
+    def zeros(self, count: int, device: torch.device) -> torch.Tensor:
+        """int32[count or more] on `device`; made at the first use."""
+        zeros = self._zeros
+        if zeros is None or zeros.shape[0] < count or zeros.device != device:
+            zeros = self._zeros = torch.zeros(count, dtype=torch.int32, device=device)
+        return zeros
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counters: Counters
+) -> torch.Tensor:
+    """`x[..., K] @ weight[N, K].T (+ bias[N])`: [..., N]."""
+    plan = _plan(x, weight, gates=False)
+    if plan is None:
+        return F.linear(x, weight, bias)
+    return _launch(x, weight, plan, counters, bias=bias)[0]
+
+
+def gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counters: Counters
+) -> torch.Tensor:
+    """`silu(gate) * up` of `linear`, whose outputs are gates first: [..., N / 2]."""
+    plan = _plan(x, weight, gates=True)
+    if plan is None:
+        return gated(F.linear(x, weight, bias))
+    return _launch(x, weight, plan, counters, bias=bias, gates=True)[0]
+
+
+def norm_linear(
+    x: torch.Tensor,
+    norm: Norm,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    counters: Counters,
+    gates: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`linear`, or `gated_linear`, of the normed rows; `x (+ norm.delta)` [..., K])."""
+    plan = _plan(x, weight, gates)
+    if plan is not None and x.shape[-1] <= MOST_NORMED:
+        return _launch(x, weight, plan, counters, bias=bias, norm=norm, gates=gates)
+    if norm.delta is None:
+        normed = rms_norm(x, norm.weight, norm.eps)
+    else:
+        normed, x = add_rms_norm(x, norm.delta, norm.weight, norm.eps)
+    return (gated_linear if gates else linear)(normed, weight, bias, counters), x
+
+
+def int8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    counters: Counters,
+    gates: bool = False,
+) -> torch.Tensor:
+    """`linear`, or `gated_linear`, of the weight `scales[:, None] * weight`.
+
+    int8 weight [N, K], float32 scales [N].
+    """
+    plan = _plan(x, weight, gates)
+    if plan is None:
+        return int8_linear_reference(x, weight, scales, gates)
+    return _launch(x, weight, plan, counters, scales=scales, gates=gates)[0]
+
+
+def norm_linear_reference(
+    x: torch.Tensor,
+    norm: Norm,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gates: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `norm_linear`."""
+    if norm.delta is None:
+        normed = rms_norm_reference(x, norm.weight, norm.eps)
+    else:
+        normed, x = add_rms_norm_reference(x, norm.delta, norm.weight, norm.eps)
+    y = F.linear(normed, weight, bias)
+    return (gated_reference(y) if gates else y), x
+
+
+def int8_linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, gates: bool = False
+) -> torch.Tensor:
+    """See `int8_linear`; 8-bit integers are exact in 16 bits."""
+    y = (F.linear(x, weight.to(x.dtype)).to(torch.float32) * scales).to(x.dtype)
+    return gated_reference(y) if gates else y
+
+
+def _plan(x: torch.Tensor, weight: torch.Tensor, gates: bool) -> Plan | None:
+    """How the kernel runs this, if it does."""
+    if not serves(x):
+        return None
+    return plan_of(weight.shape[0], weight.shape[1], weight.itemsize, gates)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: Plan,
+    counters: Counters,
+    *,
+    bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    gates: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`run` of rows of any leading shape."""
+    counts = None
+    if plan.splits > 1:
+        tiles = tiles_of(plan, weight.shape[0] // (2 if gates else 1), gates)
+        counts = counters.zeros(tiles, x.device)
+    lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    y, total = run(
+        rows, weight, plan, bias=bias, scales=scales, norm=norm, gated=gates, counts=counts
+    )
+    return y.view(*lead, -1), total.view(*lead, -1)
+
+
+def cost(rows: int, outputs: int, inputs: int, itemsize: int = 2) -> tuple[int, int]:
+    """(FLOPs, bytes) of a weight of `itemsize` bytes a number and rows of 16 bits."""
+    flops = 2 * rows * outputs * inputs
+    return flops, outputs * inputs * itemsize + 2 * rows * (outputs + inputs)

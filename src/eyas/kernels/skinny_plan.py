@@ -1,0 +1,46 @@
+"""Which linear layers of few rows the own kernel runs, and how it cuts their weights.
+
+A plan follows from a weight's shape alone, never from the number of rows: rows keep their bits.
+The figures behind it come from `benchmarks/skinny.py` on an H200.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from eyas.kernels.lang import runs_kernels
+from eyas.kernels.skinny_triton import ROWS, Plan
+
+MOST_ROWS = ROWS
+"""Passes of more rows go to the library."""
+LEAST_BYTES = 1 << 20
+"""Weights smaller than this go to the library."""
+MOST_OUTPUTS = 65536
+"""Layers of more outputs, which vocabulary heads are, reach the memory's speed in the library."""
+MOST_NORMED = 2048
+"""Longer rows are normed by a launch of their own, shorter ones by every program."""
+
+
+def plan_of(outputs: int, inputs: int, itemsize: int = 2, gated: bool = False) -> Plan | None:
+    """The plan for a weight [outputs, inputs] of so many bytes a number; None: the library's."""
+    if outputs * inputs * itemsize < LEAST_BYTES or outputs > MOST_OUTPUTS or inputs % 16:
+        return None
+    return config(outputs, inputs, itemsize, gated)
+
+
+def config(outputs: int, inputs: int, itemsize: int = 2, gated: bool = False) -> Plan:
+    """How a weight [outputs, inputs] is cut."""
+    longer = 2 // itemsize
+    if outputs * inputs * itemsize < 1 << 23:
+        wide = 32 if gated else 16
+        return Plan(outputs=wide, depth=64 * longer, groups=4, warps=4, stages=5)
+    if gated:
+        return Plan(outputs=128, depth=64 * longer, warps=4, stages=5)
+    splits = max(1, min(4, 264 // -(-outputs // 64), inputs // 1024))
+    return Plan(outputs=64, depth=128 * longer, splits=splits, warps=4, stages=4)
+
+
+def serves(x: torch.Tensor) -> bool:
+    """Whether rows x [..., K] are for the kernel, if the weight has a plan."""
+    few = x.numel() <= MOST_ROWS * x.shape[-1]
+    return runs_kernels(x) and few and x.dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,361 @@
+"""The kernel of linear layers of few rows: weights stream once, and rows are the narrow side.
+
+A program multiplies a tile of weight rows with all token rows, padded to `ROWS`. It may normalise
+the token rows first, and gate what comes out. With `Plan.splits` > 1 several programs share a tile
+of outputs, each with its own stretch of the inputs; the last of them to finish adds the float32
+parts in the order of the stretches. With `Plan.groups` > 1 the warps of a program do the same among
+themselves. Oracles, and what a layer calls, are in `eyas.kernels.skinny`.
+
+Always holds: tiles, splits and the order of every sum follow from the weight's shape alone, so a
+row's bits depend neither on the number of rows nor on its place among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eyas.kernels.lang import tl, triton
+
+ROWS = 16
+"""Rows of a program's product, whatever the number of token rows: those above are zeros."""
+STATISTICS = 512
+"""Numbers of a row that are squared at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a weight is cut among programs, and how its tiles are fetched."""
+
+    outputs: int
+    """Weight rows of a program: 16 * warps, or 64 and more where four warps act as one."""
+    depth: int
+    """Inputs of a tile, of every group."""
+    splits: int = 1
+    """Programs that share a tile of outputs."""
+    groups: int = 1
+    """Groups of warps that share a tile of outputs: 1 or all warps."""
+    warps: int = 4
+    stages: int = 4
+    """Tiles on their way from memory, the one in use included."""
+    ahead: int = 0
+    """Bytes of every weight row that are asked into the L2 cache before anything else."""
+    chained: bool = False
+    """Start while the kernel before still runs, and wait for it where its results are needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """RMSNorm before the product."""
+
+    weight: torch.Tensor
+    """[K]"""
+    eps: float
+    delta: torch.Tensor | None = None
+    """[T, K], added to the rows first."""
+
+
+@triton.jit
+def _lines(tile, size, GATED: tl.constexpr, OUTPUTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Weight rows of a tile, past the end the last ones; gated: its gates, then their ups."""
+    place = tl.arange(0, OUTPUTS)
+    if GATED:
+        half: tl.constexpr = OUTPUTS // 2
+        return tl.minimum(tile * half + place % half, size - 1) + place // half * size
+    return tl.minimum(tile * OUTPUTS + place, size - 1)
+
+
+@triton.jit
+def _rows(  # type: ignore[no-untyped-def]
+    x_ptr, delta_ptr, row, k, x_stride, delta_stride, there, ADD: tl.constexpr
+):
+    """A tile of token rows, plus `delta` if ADD."""
+    x = tl.load(x_ptr + row * x_stride + k, there, 0.0)
+    if ADD:
+        more = tl.load(delta_ptr + row * delta_stride + k, there, 0.0)
+        x = (x.to(tl.float32) + more.to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _scales(  # type: ignore[no-untyped-def]
+    x_ptr,
+    delta_ptr,
+    num_rows,
+    inner,
+    x_stride,
+    delta_stride,
+    eps,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    PASSES: tl.constexpr,
+):
+    """What RMSNorm multiplies each token row with, float32[ROWS]."""
+    row = tl.arange(0, ROWS)[:, None]
+    squares = tl.zeros([ROWS, STATISTICS], tl.float32)
+    for number in tl.static_range(PASSES):
+        k = number * STATISTICS + tl.arange(0, STATISTICS)[None, :]
+        there = (row < num_rows) & (k < inner)
+        x = _rows(x_ptr, delta_ptr, row, k, x_stride, delta_stride, there, ADD).to(tl.float32)
+        squares += x * x
+    return tl.rsqrt(tl.sum(squares, 1) / inner + eps)
+
+
+@triton.jit
+def _ask(w_ptr, line, start, end, inner, most):  # type: ignore[no-untyped-def]
+    """Bring the first bytes, `most` at most, of every weight row's stretch into the L2 cache."""
+    width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    size = tl.minimum((end - start) * width, most) // 16 * 16
+    where = (w_ptr + line * inner + start).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [where, size + line.to(tl.int32) * 0],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    total,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    tile,
+    num_rows,
+    size,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """Scale, bias and gate the sums [OUTPUTS, ROWS] of a tile, and write them."""
+    line, row = _lines(tile, size, GATED, OUTPUTS), tl.arange(0, ROWS)
+    dtype = out_ptr.dtype.element_ty
+    if SCALED:
+        total *= tl.load(scale_ptr + line)[:, None]
+    if BIASED:
+        total += tl.load(bias_ptr + line).to(tl.float32)[:, None]
+    value = total.to(dtype)
+    width: tl.constexpr = OUTPUTS // (2 if GATED else 1)
+    if GATED:
+        pairs = value.to(tl.float32).reshape(2, width, ROWS).permute(1, 2, 0)
+        gate, up = tl.split(pairs)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        value = (silu * up).to(dtype)
+    column = tile * width + tl.arange(0, width)
+    there = (column < size)[:, None] & (row < num_rows)[None, :]
+    tl.store(out_ptr + row[None, :] * size + column[:, None], value, there)
+
+
+@triton.jit(do_not_specialize=["num_rows", "ahead"])
+def _kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    delta_ptr,
+    norm_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    total_ptr,
+    part_ptr,
+    count_ptr,
+    num_rows,
+    size,
+    inner,
+    x_stride,
+    delta_stride,
+    eps,
+    ahead,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    PASSES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Program (tile of outputs, stretch of inputs)."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    line, row = _lines(tile, size, GATED, OUTPUTS).to(tl.int64), tl.arange(0, ROWS)
+    step: tl.constexpr = GROUPS * DEPTH
+    stretch = tl.cdiv(tl.cdiv(inner, step), SPLITS) * step
+    start = split * stretch
+    end = tl.minimum(start + stretch, inner)
+    if ahead > 0:
+        _ask(w_ptr, line, start, end, inner, ahead)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    scale = tl.zeros([ROWS], tl.float32)
+    if NORM:
+        scale = _scales(
+            x_ptr,
+            delta_ptr,
+            num_rows,
+            inner,
+            x_stride,
+            delta_stride,
+            eps,
+            ADD,
+            ROWS,
+            STATISTICS,
+            PASSES,
+        )
+    depth = tl.arange(0, DEPTH)
+    if GROUPS == 1:
+        line, row, depth, scale = line[:, None], row[:, None], depth[None, :], scale[:, None]
+        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    else:
+        depth = (tl.arange(0, GROUPS) * DEPTH)[:, None, None] + depth[None, None, :]
+        line, row, scale = line[None, :, None], row[None, :, None], scale[None, :, None]
+        total = tl.zeros([GROUPS, OUTPUTS, ROWS], tl.float32)
+    weights = w_ptr + line * inner + depth
+    used = (row < num_rows) & (depth >= 0)
+    writes = tl.where(tile == 0, num_rows, 0)
+    for k in range(start, end, step):
+        if EVEN:
+            there = used
+            w = tl.load(weights + k, eviction_policy="evict_first")
+        else:
+            there = used & (depth < inner - k)
+            within = (line >= 0) & (depth < inner - k)
+            w = tl.load(weights + k, within, 0.0, eviction_policy="evict_first")
+        x = _rows(x_ptr, delta_ptr, row, depth + k, x_stride, delta_stride, there, ADD)
+        dtype = x.dtype
+        if ADD:
+            tl.store(total_ptr + row * inner + depth + k, x, there & (row < writes))
+        if NORM:
+            weight = tl.load(norm_ptr + depth + k, depth < inner - k, 0.0).to(tl.float32)
+            x = ((x.to(tl.float32) * scale).to(dtype).to(tl.float32) * weight).to(dtype)
+        if GROUPS == 1:
+            total = tl.dot(w.to(dtype), tl.trans(x), total, input_precision="ieee")
+        else:
+            x = tl.permute(x, (0, 2, 1))
+            total = tl.dot(w.to(dtype), x, total, input_precision="ieee")
+    if GROUPS > 1:
+        total = tl.sum(total, 0)
+    if SPLITS == 1:
+        _finish(
+            total,
+            scale_ptr,
+            bias_ptr,
+            out_ptr,
+            tile,
+            num_rows,
+            size,
+            GATED,
+            SCALED,
+            BIASED,
+            ROWS,
+            OUTPUTS,
+        )
+    else:
+        place = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        parts = part_ptr + tile * (SPLITS * OUTPUTS * ROWS) + place
+        tl.store(parts + split * (OUTPUTS * ROWS), total)
+        tl.debug_barrier()
+        if tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+            for number in tl.static_range(SPLITS):
+                total += tl.load(parts + number * (OUTPUTS * ROWS), cache_modifier=".cg")
+            tl.store(count_ptr + tile, 0)
+            _finish(
+                total,
+                scale_ptr,
+                bias_ptr,
+                out_ptr,
+                tile,
+                num_rows,
+                size,
+                GATED,
+                SCALED,
+                BIASED,
+                ROWS,
+                OUTPUTS,
+            )
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: Plan,
+    *,
+    bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    gated: bool = False,
+    counts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's output [T, N], gated [T, N / 2], and its input [T, K] with `norm.delta` added.
+
+    x [T <= ROWS, K] of contiguous numbers a row, weight [N, K] in its dtype or, with `scales`
+    float32[N], int8. `counts` int32[programs.count of outputs] are zeros, and are so again
+    afterwards; they are needed where `plan` splits.
+    """
+    (num_rows, inner), size = x.shape, weight.shape[0] // (2 if gated else 1)
+    assert num_rows <= ROWS, f"{num_rows} rows, {ROWS} at most"
+    assert x.stride(1) == 1 and weight.is_contiguous(), "numbers of a row lie side by side"
+    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+    delta = None if norm is None else norm.delta
+    total = x if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    tiles = tiles_of(plan, size, gated)
+    shape = (tiles * plan.splits * plan.outputs, ROWS) if plan.splits > 1 else (0,)
+    parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+    options: dict[str, Any] = {"num_warps": plan.warps, "num_stages": plan.stages}
+    if plan.chained:
+        options["launch_pdl"] = True
+    _kernel[(tiles, plan.splits)](
+        x,
+        x if delta is None else delta,
+        x if norm is None else norm.weight,
+        weight,
+        x if scales is None else scales,
+        x if bias is None else bias,
+        out,
+        total,
+        parts,
+        x if counts is None else counts,
+        num_rows,
+        size,
+        inner,
+        x.stride(0),
+        0 if delta is None else delta.stride(0),
+        0.0 if norm is None else norm.eps,
+        plan.ahead,
+        NORM=norm is not None,
+        ADD=delta is not None,
+        GATED=gated,
+        SCALED=scales is not None,
+        BIASED=bias is not None,
+        EVEN=inner % (plan.groups * plan.depth) == 0,
+        SPLITS=plan.splits,
+        GROUPS=plan.groups,
+        ROWS=ROWS,
+        OUTPUTS=plan.outputs,
+        DEPTH=plan.depth,
+        STATISTICS=STATISTICS,
+        PASSES=0 if norm is None else triton.cdiv(inner, STATISTICS),
+        CHAINED=plan.chained,
+        **options,
+    )
+    return out, total
+
+
+def tiles_of(plan: Plan, size: int, gated: bool) -> int:
+    """Tiles that cover `size` outputs, which are halves of them where they are gated."""
+    width = plan.outputs // (2 if gated else 1)
+    return -(-size // width)

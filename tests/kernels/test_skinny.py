@@ -1,0 +1,200 @@
+"""The kernel of few rows equals torch's operators; through Triton's interpreter without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from eyas.kernels import skinny
+from eyas.kernels import skinny_plan as plans
+from eyas.kernels import skinny_triton as module
+from eyas.kernels.gated import gated_reference
+from eyas.kernels.skinny_triton import Norm, Plan
+from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
+
+SMALL = [(40, 80), (24, 96), (72, 32)]
+"""(outputs, inputs); no multiple of a tile anywhere."""
+REAL = [(6144, 4096), (960, 576), (576, 1536), (3072, 2048), (2048, 10944)]
+SHAPES = SMALL if DEVICE == "cpu" else REAL
+PLANS = {
+    "one program": Plan(outputs=16, depth=32),
+    "splits": Plan(outputs=16, depth=16, splits=2),
+    "groups": Plan(outputs=16, depth=16, groups=2, warps=2),
+    "both": Plan(outputs=32, depth=16, groups=2, splits=2, warps=2),
+}
+WIDE = {
+    "one program": Plan(outputs=64, depth=128),
+    "splits": Plan(outputs=64, depth=128, splits=4),
+    "groups": Plan(outputs=16, depth=64, groups=4),
+    "both": Plan(outputs=32, depth=64, groups=4, splits=2),
+    "chained": Plan(outputs=32, depth=128, warps=2, ahead=1024, chained=True),
+}
+USED = PLANS if DEVICE == "cpu" else WIDE
+KINDS = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.bfloat16, torch.float16)
+"""The interpreter does not multiply bfloat16."""
+EPS = 1e-5
+
+
+class Case:
+    """A layer's tensors."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, rows: int = 16) -> None:
+        generator = torch.Generator().manual_seed(sum(shape))
+
+        def draw(*size: int, deviation: float = 1.0) -> torch.Tensor:
+            values = torch.randn(*size, generator=generator) * deviation
+            return values.to(DEVICE, dtype)
+
+        size, inner = shape
+        self.x = draw(rows, inner + 16)[:, :inner]
+        self.delta = draw(rows, inner)
+        self.weight = draw(size, inner, deviation=inner**-0.5)
+        self.bias = draw(size)
+        self.norm_weight = draw(inner)
+
+    def norm(self, rows: slice, add: bool) -> Norm:
+        """The norm, with what it adds."""
+        return Norm(weight=self.norm_weight, eps=EPS, delta=self.delta[rows] if add else None)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Outputs are of order one; in 16 bits up to three roundings lie between them."""
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    tolerance = {torch.float32: 3e-5, torch.float16: 8e-3, torch.bfloat16: 4e-2}[found.dtype]
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def run_grid() -> None:
+    """Every shape through every plan: product, bias, gates, norms, 8 bits; rows alone."""
+    for number, (name, plan) in enumerate(USED.items()):
+        case = Case(SHAPES[number % len(SHAPES)], KINDS[number // 2 % 2])
+        counts = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
+        for run, oracle in every_way(case, plan, counts):
+            every = slice(0, 16)
+            (found, total), (wanted, sums) = run(every), oracle(every)
+            near(found, wanted)
+            assert torch.equal(total, sums), f"{name}: the residual is exact"
+            again = run(every)[0]
+            assert torch.equal(again, found), f"{name}: results differ from run to run"
+            for rows in (slice(0, 1), slice(3, 8)):
+                alone = run(rows)[0]
+                assert torch.equal(alone, found[rows]), f"{name}: rows {rows} depend on others"
+        assert not counts.any(), f"{name}: counters are not zero again"
+
+
+def every_way(case: Case, plan: Plan, counts: torch.Tensor) -> list[tuple[Any, Any]]:
+    """(kernel, reference) of rows, each giving output and residual."""
+    x, weight, bias = case.x, case.weight, case.bias
+    scales = torch.rand(weight.shape[0], device=DEVICE) / 64
+    whole = (torch.randn(weight.shape, device=DEVICE) * 40).clamp(-127, 127).to(torch.int8)
+    kernel = module.run
+
+    def plain(rows: slice) -> Any:
+        return kernel(x[rows], weight, plan, counts=counts)
+
+    def biased(rows: slice) -> Any:
+        return kernel(x[rows], weight, plan, bias=bias, counts=counts)
+
+    def gates(rows: slice) -> Any:
+        return kernel(x[rows], weight, plan, gated=True, counts=counts)
+
+    def normed(rows: slice) -> Any:
+        return kernel(x[rows], weight, plan, norm=case.norm(rows, False), counts=counts)
+
+    def added(rows: slice) -> Any:
+        norm = case.norm(rows, True)
+        return kernel(x[rows], weight, plan, norm=norm, gated=True, counts=counts)
+
+    def short(rows: slice) -> Any:
+        return kernel(x[rows], whole, plan, scales=scales, gated=True, counts=counts)
+
+    def product(rows: slice, *more: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x[rows], weight, *more)
+
+    def eight(rows: slice) -> Any:
+        return skinny.int8_linear_reference(x[rows], whole, scales, gates=True), x[rows]
+
+    return [
+        (plain, lambda rows: (product(rows), x[rows])),
+        (biased, lambda rows: (product(rows, bias), x[rows])),
+        (gates, lambda rows: (gated_reference(product(rows)), x[rows])),
+        (
+            normed,
+            lambda rows: skinny.norm_linear_reference(
+                x[rows], case.norm(rows, False), weight, None
+            ),
+        ),
+        (
+            added,
+            lambda rows: skinny.norm_linear_reference(
+                x[rows], case.norm(rows, True), weight, None, gates=True
+            ),
+        ),
+        (short, eight),
+    ]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
+def test_interpreted_kernel_equals_reference() -> None:
+    """Fault: a part merged twice, tails of a tile, a gate with another's up, late roundings."""
+    interpret(__file__)
+
+
+@on_gpu
+def test_kernel_equals_reference() -> None:
+    """The same on the GPU, at the shapes of real models."""
+    run_grid()
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("both", "norm"), ("groups", "gated"), ("one program", "int8"), ("chained", "plain")],
+)
+def test_compiles_for_hopper(name: str, way: str) -> None:
+    """Fault: a kernel that only the interpreter takes."""
+    compile_plan(WIDE[name], way)
+
+
+@pytest.mark.parametrize(("shape", "gates"), [((6144, 4096), False), ((28672, 4096), True)])
+def test_plans_of_real_layers_compile(shape: tuple[int, int], gates: bool) -> None:
+    """Fault: a plan that does not fit into a multiprocessor's shared memory."""
+    plan = plans.plan_of(*shape, gated=gates)
+    assert plan is not None
+    compiled = compile_plan(plan, "gated" if gates else "plain")
+    assert compiled.metadata.shared <= 227 * 1024
+
+
+def compile_plan(plan: Plan, way: str) -> Any:
+    """The kernel as `run` would compile it."""
+    pointers = [n for n in module._kernel.arg_names if n.endswith("_ptr")]
+    types = dict.fromkeys(pointers, "*bf16") | {"part_ptr": "*fp32", "count_ptr": "*i32"}
+    types |= dict.fromkeys(
+        ("num_rows", "size", "inner", "x_stride", "delta_stride", "ahead"), "i32"
+    )
+    types |= {"scale_ptr": "*fp32", "eps": "fp32"}
+    if way == "int8":
+        types["w_ptr"] = "*i8"
+    constants: dict[str, Any] = {
+        "NORM": way == "norm",
+        "ADD": way == "norm",
+        "GATED": way == "gated",
+        "SCALED": way == "int8",
+        "BIASED": False,
+        "EVEN": False,
+        "SPLITS": plan.splits,
+        "GROUPS": plan.groups,
+        "ROWS": module.ROWS,
+        "OUTPUTS": plan.outputs,
+        "DEPTH": plan.depth,
+        "STATISTICS": module.STATISTICS,
+        "PASSES": 2,
+        "CHAINED": plan.chained,
+    }
+    return compiles(module._kernel, types, constants, plan.warps)
+
+
+if __name__ == "__main__":
+    run_grid()
