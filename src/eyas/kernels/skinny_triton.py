@@ -126,7 +126,6 @@ def _finish(  # type: ignore[no-untyped-def]
     scale_ptr,
     bias_ptr,
     out_ptr,
-    tile,
     num_rows,
     size,
     GATED: tl.constexpr,
@@ -136,7 +135,8 @@ def _finish(  # type: ignore[no-untyped-def]
     OUTPUTS: tl.constexpr,
 ):
     """Scale, bias and gate the sums [OUTPUTS, ROWS] of a tile, and write them."""
-    line, row = _lines(tile, size, GATED, OUTPUTS), tl.arange(0, ROWS)
+    tile, row = tl.program_id(0), tl.arange(0, ROWS)
+    line = _lines(tile, size, GATED, OUTPUTS)
     dtype = out_ptr.dtype.element_ty
     if SCALED:
         total *= tl.load(scale_ptr + line)[:, None]
@@ -152,6 +152,53 @@ def _finish(  # type: ignore[no-untyped-def]
     column = tile * width + tl.arange(0, width)
     there = (column < size)[:, None] & (row < num_rows)[None, :]
     tl.store(out_ptr + row[None, :] * size + column[:, None], value, there)
+
+
+@triton.jit
+def _hand_in(  # type: ignore[no-untyped-def]
+    total,
+    part_ptr,
+    count_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    size,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """Finish; of several stretches, leave the sums, and the tile's last program adds them."""
+    last = SPLITS == 1
+    if SPLITS > 1:
+        tile, split = tl.program_id(0), tl.program_id(1)
+        place = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        parts = part_ptr + tile * (SPLITS * OUTPUTS * ROWS) + place
+        tl.store(parts + split * (OUTPUTS * ROWS), total)
+        tl.debug_barrier()
+        last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        if SPLITS > 1:
+            total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+            for number in tl.static_range(SPLITS):
+                total += tl.load(parts + number * (OUTPUTS * ROWS), cache_modifier=".cg")
+            tl.store(count_ptr + tile, 0)
+        _finish(
+            total,
+            scale_ptr,
+            bias_ptr,
+            out_ptr,
+            num_rows,
+            size,
+            GATED,
+            SCALED,
+            BIASED,
+            ROWS,
+            OUTPUTS,
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows", "ahead"])
@@ -248,45 +295,22 @@ def _kernel(  # type: ignore[no-untyped-def]
             total = tl.dot(w.to(dtype), x, total, input_precision="ieee")
     if GROUPS > 1:
         total = tl.sum(total, 0)
-    if SPLITS == 1:
-        _finish(
-            total,
-            scale_ptr,
-            bias_ptr,
-            out_ptr,
-            tile,
-            num_rows,
-            size,
-            GATED,
-            SCALED,
-            BIASED,
-            ROWS,
-            OUTPUTS,
-        )
-    else:
-        place = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        parts = part_ptr + tile * (SPLITS * OUTPUTS * ROWS) + place
-        tl.store(parts + split * (OUTPUTS * ROWS), total)
-        tl.debug_barrier()
-        if tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1:
-            total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-            for number in tl.static_range(SPLITS):
-                total += tl.load(parts + number * (OUTPUTS * ROWS), cache_modifier=".cg")
-            tl.store(count_ptr + tile, 0)
-            _finish(
-                total,
-                scale_ptr,
-                bias_ptr,
-                out_ptr,
-                tile,
-                num_rows,
-                size,
-                GATED,
-                SCALED,
-                BIASED,
-                ROWS,
-                OUTPUTS,
-            )
+    _hand_in(
+        total,
+        part_ptr,
+        count_ptr,
+        scale_ptr,
+        bias_ptr,
+        out_ptr,
+        num_rows,
+        size,
+        GATED,
+        SCALED,
+        BIASED,
+        SPLITS,
+        ROWS,
+        OUTPUTS,
+    )
 
 
 def run(
