@@ -22,6 +22,8 @@ RANKS = {
     "errors": 0,
     "spans": 0,
     "hardware": 1,
+    "operations": 1,
+    "estimate": 1,
     "cost": 1,
     "fingerprint": 1,
     "checkpoint": 1,
@@ -54,6 +56,8 @@ GROUND = {
     "kernels": {"sampling"},
     "checkpoint": {"gguf_folder"},
     "distributed": {"fingerprint"},
+    "cost": {"operations"},
+    "estimate": {"cost", "hardware", "operations"},
 }
 """Rooms that may also use named ones of their own floor."""
 

@@ -1,0 +1,429 @@
+"""What the passes of a cycle do: every operation's FLOPs, bytes, launches and messages.
+
+Pure counting from configs: no tensor, no device, no time (`estimate.py` turns counts into times).
+The counts are those of one rank, the slowest where ranks differ. Operations are those of the
+networks in `models/` and `layers/`; tests hold their weights against networks on the meta device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eyas.config import SpeculationConfig, Strict, option, require
+from eyas.model_config import DrafterConfig, MLAConfig, ModelConfig, MoEConfig
+from eyas.operations import (
+    ACTIVATION,
+    ATTENTION,
+    BEHIND_MLP,
+    CYCLE_BOOKS,
+    LEVEL_BOOKS,
+    METADATA,
+    MOE,
+    STEP_BOOKS,
+    Op,
+    Work,
+    collective,
+    linear,
+    logits,
+    merged,
+    mlp,
+    norm,
+    small,
+)
+
+GLUE = 3
+"""Launches that put latent attention's queries, keys and results in place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision(Strict):
+    """Bits of a stored number, scales included: 4.5 for 4 bits in groups of 32."""
+
+    weight_bits: float = option(16.0, "bits of a weight")
+    expert_bits: float = option(0.0, "bits of a routed expert's weight; 0: as other weights")
+    kv_bits: float = option(16.0, "bits of a kept key or value")
+    draft_bits: float = option(16.0, "bits of a drafter's weight")
+
+    def __post_init__(self) -> None:
+        for name in ("weight_bits", "kv_bits", "draft_bits"):
+            value = getattr(self, name)
+            require(0 < value <= 32, f"{name}={value}", "must lie in (0, 32]", "give such as 16")
+        value = self.expert_bits
+        require(0 <= value <= 32, f"expert_bits={value}", "must lie in 0 .. 32", "give such as 4.5")
+
+    @property
+    def expert(self) -> float:
+        """Bits of a routed expert's weight."""
+        return self.expert_bits or self.weight_bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting(Strict):
+    """How passes are spread over ranks, over which requests, in which precision."""
+
+    ranks: int = 1
+    batch: int = 1
+    context: int = 512
+    """Committed positions of a request."""
+    precision: Precision = Precision()
+    data_parallel_attention: bool = False
+    """Every rank has whole attention for its share of the requests."""
+    context_ranks: int = 1
+    """Ranks that a request's keys and values are shared among."""
+    sharded_drafter: bool = False
+    """Whether the drafter too is tensor-parallel; else every rank drafts the same."""
+    kv_per_node: bool = False
+    """Whether verify attention reads keys and values for each node, not once for all."""
+    expert_overlap: float = 0.0
+    """0: tokens choose experts independently and evenly; 1: all tokens choose the same ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "batch", "context_ranks"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name}={value}", "must be at least 1", f"give {name} >= 1")
+        require(self.context >= 0, f"context={self.context}", "must not be negative", "give 0")
+        value = self.expert_overlap
+        require(0 <= value <= 1, f"expert_overlap={value}", "must lie in 0 .. 1", "give such as 0")
+        require(
+            self.ranks % self.context_ranks == 0,
+            f"context_ranks={self.context_ranks} of {self.ranks} ranks",
+            "groups of ranks are of one size",
+            "give a divisor of the ranks",
+        )
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks that share the heads of one request."""
+        return 1 if self.data_parallel_attention else self.ranks
+
+    @property
+    def attention_batch(self) -> int:
+        """Requests that one rank attends for."""
+        return -(-self.batch // self.ranks) if self.data_parallel_attention else self.batch
+
+    @property
+    def alone(self) -> Setting:
+        """The same for a network that every rank has whole."""
+        return dataclasses.replace(
+            self, ranks=1, context_ranks=1, data_parallel_attention=False, kv_per_node=False
+        )
+
+
+def touched(moe: MoEConfig, tokens: int, shares: Sequence[float] | None = None) -> float:
+    """Distinct experts of a layer that `tokens` tokens choose, on average.
+
+    Every expert is chosen by a token with probability K / E, or with its own in `shares`, whatever
+    other tokens choose.
+    """
+    if shares is None:
+        return moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
+    return sum(1 - (1 - p) ** tokens for p in shares)
+
+
+def zipf_shares(moe: MoEConfig, exponent: float) -> list[float]:
+    """Probabilities with which a token chooses each expert: K in sum, by rank ** -exponent.
+
+    None exceeds 1; what a popular expert can't take goes to the others.
+    """
+    weights = [(i + 1) ** -exponent for i in range(moe.num_experts)]
+    low, high = 0.0, float(moe.num_experts) * moe.num_experts**exponent
+    for _ in range(80):
+        middle = (low + high) / 2
+        if sum(min(1.0, middle * w) for w in weights) < moe.top_k:
+            low = middle
+        else:
+            high = middle
+    return [min(1.0, high * w) for w in weights]
+
+
+def touched_with_overlap(moe: MoEConfig, tokens: int, overlap: float) -> float:
+    """`touched`, less the share `overlap` of what every token after the first would add."""
+    return moe.top_k + (touched(moe, tokens) - moe.top_k) * (1 - overlap)
+
+
+def require_shares(config: ModelConfig, ranks: int) -> None:
+    """Raise `ConfigError` where `ranks` can't take equal shares of the target's layers."""
+    sizes = {"query heads": config.num_heads, "vocabulary": config.vocab_size}
+    sizes["intermediate size"] = config.intermediate_size
+    if config.moe is not None:
+        sizes["experts' intermediate size"] = config.moe.intermediate_size
+    for what, size in sizes.items():
+        require(
+            size % ranks == 0,
+            f"tp={ranks} for the {what} of {size}",
+            "every rank takes the same share",
+            f"use tp={max(n for n in range(1, ranks) if size % n == 0)}" if ranks > 1 else "",
+        )
+
+
+def target_pass(
+    config: ModelConfig, setting: Setting, nodes: int = 1, aux_layers: int = 0
+) -> list[Op]:
+    """A forward of the target over `nodes` rows of each request, logits and draws included.
+
+    `aux_layers` states of every row are kept for the drafter.
+    """
+    rows, hidden = setting.batch * nodes, config.hidden_size
+    ops = [small("embedding", rows, hidden)]
+    if setting.ranks > 1:
+        ops.append(collective("all-reduce of embeddings", rows * hidden * ACTIVATION))
+    for layer in range(config.num_layers):
+        ops += layer_ops(config, layer, setting, nodes)
+    ops.append(norm("final norm", rows, hidden))
+    if aux_layers:
+        ops.append(small("capture of hidden states", rows, 2 * hidden, times=aux_layers))
+    bits = setting.precision.weight_bits
+    ops += logits(rows, hidden, config.vocab_size, setting.ranks, bits)
+    if setting.ranks > 1:
+        ops.append(collective("share of draws", rows * 8))
+    return merged(ops)
+
+
+def layer_ops(config: ModelConfig, layer: int, setting: Setting, nodes: int) -> list[Op]:
+    """One decoder layer."""
+    rows, hidden = setting.batch * nodes, config.hidden_size
+    window = config.windows[layer] if config.windows else 0
+    shape = AttentionLayer(
+        hidden=hidden,
+        width=hidden,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        mla=config.mla,
+        qk_norm=config.qk_norm,
+        positions=min(setting.context, window) if window else setting.context,
+        bits=setting.precision.weight_bits,
+    )
+    ops = [norm("norm", rows, hidden), *attention_ops(shape, setting, nodes)]
+    parallel = setting.ranks > 1
+    if parallel and setting.data_parallel_attention:
+        ops.append(collective("gather behind attention", rows * hidden * ACTIVATION, Work.GATHER))
+    elif parallel:
+        ops.append(collective("all-reduce behind attention", rows * hidden * ACTIVATION))
+    ops.append(norm("norm", rows, hidden))
+    if config.moe is not None and config.is_sparse(layer):
+        ops += moe_ops(config.moe, hidden, rows, setting)
+    else:
+        bits = setting.precision.weight_bits
+        ops += mlp("MLP", hidden, config.intermediate_size, rows, setting.ranks, bits)
+    if parallel and setting.data_parallel_attention:
+        ops.append(collective("scatter behind MLP", rows * hidden * ACTIVATION, Work.GATHER))
+    elif parallel:
+        ops.append(collective(BEHIND_MLP, rows * hidden * ACTIVATION))
+    return ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """The attention of a layer; `width` numbers go into it, `hidden` come out."""
+
+    hidden: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mla: MLAConfig | None
+    qk_norm: bool
+    positions: int
+    bits: float
+
+
+def attention_ops(shape: AttentionLayer, setting: Setting, nodes: int) -> list[Op]:
+    """Projections, attention over the cache and over the new rows, and the way out."""
+    rows = setting.attention_batch * nodes
+    if shape.mla is not None:
+        return _latent_attention(shape, shape.mla, setting, nodes, rows)
+    ranks, dim = setting.attention_ranks, shape.head_dim
+    heads, kv_heads = shape.num_heads // ranks, max(1, shape.num_kv_heads // ranks)
+    ops = [linear("qkv", shape.width, (heads + 2 * kv_heads) * dim, rows, shape.bits)]
+    if shape.qk_norm:
+        ops.append(small("norms of queries and keys", rows, 2 * heads * dim, times=2))
+    keys = 2 * kv_heads * dim
+    ops += _attend(Work.HEADS, shape, setting, nodes, keys, heads * 4 * dim, heads * 2 * dim)
+    ops.append(linear("o", heads * dim, shape.hidden, rows, shape.bits))
+    return ops
+
+
+def _latent_attention(
+    shape: AttentionLayer, mla: MLAConfig, setting: Setting, nodes: int, rows: int
+) -> list[Op]:
+    """Absorbed form: one latent a position for all heads, on every rank."""
+    heads, latent = shape.num_heads // setting.attention_ranks, mla.kv_lora_rank
+    head, kept, bits = mla.nope_dim + mla.rope_dim, latent + mla.rope_dim, shape.bits
+    ops = [linear("down", shape.width, (mla.q_lora_rank or heads * head) + kept, rows, bits)]
+    if mla.q_lora_rank:
+        ops.append(norm("norm of queries", rows, mla.q_lora_rank))
+        ops.append(linear("q up", mla.q_lora_rank, heads * head, rows, bits))
+    ops.append(norm("norm of latents", rows, latent))
+    ops.append(linear("absorbed keys", latent, heads * mla.nope_dim, rows, bits))
+    ops.append(small("latent queries and keys", rows, heads * kept, times=GLUE))
+    flops = heads * 2 * (kept + latent)
+    ops += _attend(Work.LATENT, shape, setting, nodes, kept, flops, heads * (kept + latent))
+    ops.append(linear("absorbed values", latent, heads * mla.value_dim, rows, bits))
+    ops.append(linear("o", heads * mla.value_dim, shape.hidden, rows, bits))
+    return ops
+
+
+def _attend(
+    work: Work,
+    shape: AttentionLayer,
+    setting: Setting,
+    nodes: int,
+    kept: int,
+    flops: float,
+    moved: float,
+) -> list[Op]:
+    """Attention itself: `kept` numbers a position, flops and moved numbers of a rank's heads.
+
+    Ranks that share the positions gather the queries of all heads, and scatter their results.
+    """
+    rows, share = setting.attention_batch * nodes, setting.context_ranks
+    positions = shape.positions / share
+    reads = setting.attention_batch * (nodes if setting.kv_per_node else 1)
+    attend = Op(
+        name="attention",
+        component=ATTENTION,
+        work=work,
+        rows=rows,
+        kv=reads * positions * kept * setting.precision.kv_bits / 8,
+        moved=rows * share * (moved * ACTIVATION + kept * setting.precision.kv_bits / 8),
+        flops=rows * share * flops * (positions + (nodes + 1) / 2),
+        width=round(positions),
+    )
+    if share == 1:
+        return [attend]
+    message = rows * share * moved / 2 * ACTIVATION
+    return [
+        collective("gather of queries", message, Work.GATHER),
+        attend,
+        collective("gather of sums", rows * shape.num_heads * 4, Work.GATHER),
+        collective("scatter of results", message, Work.GATHER),
+    ]
+
+
+def moe_ops(moe: MoEConfig, hidden: int, rows: int, setting: Setting) -> list[Op]:
+    """Router, routed experts and shared experts; every rank has a share of each expert."""
+    precision, ranks = setting.precision, setting.ranks
+    bits = 32.0 if moe.float32_router else precision.weight_bits
+    experts = touched_with_overlap(moe, rows, setting.expert_overlap)
+    one = 3 * hidden * moe.intermediate_size / ranks
+    ops = [
+        linear("router", hidden, moe.num_experts, rows, bits, MOE),
+        small("routing", rows, moe.num_experts, times=1 + moe.float32_router, component=MOE),
+        Op(
+            name="experts",
+            component=MOE,
+            work=Work.EXPERTS,
+            launches=4 if rows > 1 else 3,
+            rows=rows,
+            weights=experts * one * precision.expert / 8,
+            moved=rows * moe.top_k * (hidden + moe.intermediate_size / ranks) * 2 * ACTIVATION,
+            flops=2 * rows * moe.top_k * one,
+        ),
+    ]
+    if moe.shared_size:
+        name = "shared experts"
+        ops += mlp(name, hidden, moe.shared_size, rows, ranks, precision.weight_bits, MOE)
+    return ops
+
+
+def draft_pass(
+    config: DrafterConfig | ModelConfig, setting: Setting, rows_each: int, level: int = 1
+) -> list[Op]:
+    """One pass of a drafter over `rows_each` rows of every request, candidates included.
+
+    `level` passes before it left their rows behind the committed ones.
+    """
+    setting = dataclasses.replace(setting, context=setting.context + (level - 1) * rows_each)
+    own = setting if setting.sharded_drafter else setting.alone
+    if isinstance(config, ModelConfig):
+        precision = dataclasses.replace(own.precision, weight_bits=own.precision.draft_bits)
+        return target_pass(config, dataclasses.replace(own, precision=precision), rows_each)
+    rows, bits = setting.batch * rows_each, own.precision.draft_bits
+    ops = _draft_layer(config, own, rows_each, setting.ranks > 1)
+    ops += logits(rows, config.hidden_size, config.draft_vocab_size, own.ranks, bits)
+    return merged(ops)
+
+
+def extend_pass(config: DrafterConfig | ModelConfig, setting: Setting, rows_each: int) -> list[Op]:
+    """The drafter's pass over what a cycle may have committed; the last row draws candidates."""
+    if isinstance(config, ModelConfig):
+        return draft_pass(config, setting, rows_each)
+    own = setting if setting.sharded_drafter else setting.alone
+    rows, bits = setting.batch * rows_each, own.precision.draft_bits
+    width = len(config.aux_layers) * config.target_hidden_size
+    ops = [linear("fusion of states", width, config.hidden_size, rows, bits)]
+    if config.fc_norm:
+        names = len(config.aux_layers)
+        ops.append(norm("norms of states", rows, config.target_hidden_size, times=names))
+    ops += _draft_layer(config, own, rows_each, setting.ranks > 1)
+    hidden, vocab = config.hidden_size, config.draft_vocab_size
+    ops += logits(setting.batch, hidden, vocab, own.ranks, bits)
+    return merged(ops)
+
+
+def _draft_layer(
+    config: DrafterConfig, own: Setting, rows_each: int, split_embedding: bool
+) -> list[Op]:
+    """Embedding, norms, attention and MLP; a borrowed embedding lies in shares on the ranks."""
+    rows, hidden, bits = own.batch * rows_each, config.hidden_size, own.precision.draft_bits
+    shape = AttentionLayer(
+        hidden=hidden,
+        width=2 * hidden,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        mla=config.mla,
+        qk_norm=False,
+        positions=own.context,
+        bits=bits,
+    )
+    ops = [small("embedding", rows, hidden)]
+    if split_embedding and not config.own_embedding:
+        ops.append(collective("all-reduce of embeddings", rows * hidden * ACTIVATION))
+    ops += [norm("norms", rows, 2 * hidden), *attention_ops(shape, own, rows_each)]
+    ops.append(norm("norm", rows, hidden, times=2))
+    ops += mlp("MLP", hidden, config.intermediate_size, rows, own.ranks, bits)
+    if own.ranks > 1:
+        ops += [collective("all-reduce of the drafter", rows * hidden * ACTIVATION)] * 2
+    return ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cycle:
+    """The operations of a cycle by stage."""
+
+    draft: tuple[Op, ...]
+    verify: tuple[Op, ...]
+    extend: tuple[Op, ...]
+
+
+def plain_step(config: ModelConfig, setting: Setting) -> list[Op]:
+    """A step of plain decoding."""
+    fixed = Op(name=STEP_BOOKS, component=METADATA, work=Work.FIXED)
+    return [*target_pass(config, setting), fixed]
+
+
+def cycle_ops(
+    target: ModelConfig,
+    drafter: DrafterConfig | ModelConfig | None,
+    spec: SpeculationConfig,
+    setting: Setting,
+) -> Cycle:
+    """A whole cycle; without a drafter's network, drafting costs bookkeeping alone."""
+    states = len(drafter.aux_layers) if isinstance(drafter, DrafterConfig) else 0
+    fixed = Op(name=CYCLE_BOOKS, component=METADATA, work=Work.FIXED)
+    verify = [*target_pass(target, setting, spec.num_nodes, states), fixed]
+    if drafter is None:
+        return Cycle(draft=(), verify=tuple(verify), extend=())
+    levels = range(1, spec.num_steps)
+    draft = [op for n in levels for op in draft_pass(drafter, setting, spec.eagle_topk, n)]
+    if levels:
+        step = Op(name=LEVEL_BOOKS, component=METADATA, work=Work.FIXED, times=len(levels))
+        draft.append(step)
+    if setting.ranks > 1:
+        draft.append(collective("share of the draft", setting.batch * spec.num_nodes * 8))
+    extend = extend_pass(drafter, setting, spec.depth + 1)
+    return Cycle(draft=tuple(merged(draft)), verify=tuple(verify), extend=tuple(extend))
