@@ -77,7 +77,7 @@ class Setting(Strict):
     kv_per_node: bool = False
     """Whether verify attention reads keys and values for each node, not once for all."""
     expert_overlap: float = 0.0
-    """0: tokens choose experts independently and evenly; 1: all tokens choose the same ones."""
+    """0: a request's nodes choose experts independently and evenly; 1: all choose the same ones."""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "batch", "context_ranks"):
@@ -138,9 +138,14 @@ def zipf_shares(moe: MoEConfig, exponent: float) -> list[float]:
     return [min(1.0, high * w) for w in weights]
 
 
-def touched_with_overlap(moe: MoEConfig, tokens: int, overlap: float) -> float:
-    """`touched`, less the share `overlap` of what every token after the first would add."""
-    return moe.top_k + (touched(moe, tokens) - moe.top_k) * (1 - overlap)
+def touched_in_pass(moe: MoEConfig, batch: int, nodes: int, overlap: float) -> float:
+    """Distinct experts of a layer in a pass over `nodes` rows of each of `batch` requests.
+
+    Nodes of a request share some: each after the first adds less by the share `overlap`. Requests
+    choose independently.
+    """
+    each = moe.top_k + (touched(moe, nodes) - moe.top_k) * (1 - overlap)
+    return moe.num_experts * (1 - (1 - each / moe.num_experts) ** batch)
 
 
 def require_shares(config: ModelConfig, ranks: int) -> None:
@@ -204,7 +209,7 @@ def layer_ops(config: ModelConfig, layer: int, setting: Setting, nodes: int) -> 
         ops.append(collective("all-reduce behind attention", rows * hidden * ACTIVATION))
     ops.append(norm("norm", rows, hidden))
     if config.moe is not None and config.is_sparse(layer):
-        ops += moe_ops(config.moe, hidden, rows, setting)
+        ops += moe_ops(config.moe, hidden, setting, nodes)
     else:
         bits = setting.precision.weight_bits
         ops += mlp("MLP", hidden, config.intermediate_size, rows, setting.ranks, bits)
@@ -303,11 +308,11 @@ def _attend(
     ]
 
 
-def moe_ops(moe: MoEConfig, hidden: int, rows: int, setting: Setting) -> list[Op]:
+def moe_ops(moe: MoEConfig, hidden: int, setting: Setting, nodes: int) -> list[Op]:
     """Router, routed experts and shared experts; every rank has a share of each expert."""
-    precision, ranks = setting.precision, setting.ranks
+    precision, ranks, rows = setting.precision, setting.ranks, setting.batch * nodes
     bits = 32.0 if moe.float32_router else precision.weight_bits
-    experts = touched_with_overlap(moe, rows, setting.expert_overlap)
+    experts = touched_in_pass(moe, setting.batch, nodes, setting.expert_overlap)
     one = 3 * hidden * moe.intermediate_size / ranks
     ops = [
         linear("router", hidden, moe.num_experts, rows, bits, MOE),

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from eyas.config import SpeculationConfig, Strict, option, require
 from eyas.cost import Cycle, Setting, cycle_ops, plain_step, require_shares
-from eyas.hardware import BEST, MANY_ROWS, HardwareProfile
+from eyas.hardware import BEST, MANY_ROWS, Curve, HardwareProfile
 from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.operations import (
     BEHIND_MLP,
@@ -38,6 +38,9 @@ class Software(Strict):
     prefill_attention: bool = option(False, "verify walks each request's keys without splits")
     blocking_copies: int = option(0, "times a cycle that the host waits for a small copy")
     waits_for_host: bool = option(True, "whether host_us of the profile is this engine's")
+    latent_us: Curve | None = None
+    """Its latent attention where that is slower than the profile's, over bytes read."""
+    cache_launches: int = option(0, "kernels a layer that rotate, and keep keys and values")
     decode_gap_us: float = option(0.0, "idle device time of a plain step")
     cycle_gap_us: float = option(0.0, "idle device time of a cycle")
     source: str = "cycles in one graph each, results read one cycle late"
@@ -47,14 +50,16 @@ EYAS = Software()
 SGLANG = Software(
     name="sglang",
     waits_for_host=False,
+    cache_launches=2,
     decode_gap_us=60.0,
     cycle_gap_us=1190.0,
     source="SGLang 0.5.15 with a Llama-3.1-8B shape on one H200, 2026-11-29: decode 4.78 ms of "
-    "which the GPU works 4.72; a cycle's eager work 0.39 ms and its gap 0.8 ms",
+    "which the GPU works 4.72; a cycle's eager work 0.39 ms and its gap 0.8; kernels of its trace",
 )
 VLLM = Software(
     name="vllm",
     waits_for_host=False,
+    cache_launches=3,
     decode_gap_us=60.0,
     cycle_gap_us=350.0,
     source="vLLM 0.24 with a Llama-3.1-8B shape on one H200, 2026-11-29: a cycle of 3 drafts is "
@@ -136,10 +141,11 @@ def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: in
             base = profile.experts_us(0)
             return max(profile.experts_us(op.weights), _arithmetic_us(op, profile, base))
         case Work.HEADS | Work.LATENT:
-            curve = profile.attention_us if op.work is Work.HEADS else profile.latent_us
+            latent = software.latent_us or profile.latent_us
+            curve = profile.attention_us if op.work is Work.HEADS else latent
             us = max(curve(op.kv), curve(0) + op.flops / profile.attention_tflops / 1e6)
             walk = op.width * profile.serial_ns / 1e3 if software.prefill_attention else 0.0
-            return max(us, walk) if op.rows > 1 else us
+            return max(us, walk) + software.cache_launches * profile.small_us
         case Work.SMALL:
             return profile.small_us + op.moved / profile.copy_gb_s / 1e3
         case Work.SAMPLE:
@@ -198,7 +204,7 @@ class Scenario:
             names = {f.name for f in dataclasses.fields(getattr(self, part))}
             parts[part] = {k: values.pop(k) for k in [*values] if k in names}
         new = {k: dataclasses.replace(getattr(self, k), **v) for k, v in parts.items() if v}
-        return dataclasses.replace(self, **{**new, **values})  # type: ignore[arg-type]
+        return dataclasses.replace(self, **{**new, **values})
 
     @property
     def accept_length(self) -> float:
@@ -279,15 +285,25 @@ def predict(scenario: Scenario) -> Prediction:
         f"use tp<={profile.num_devices}, or another profile",
     )
     calm = dataclasses.replace(software, prefill_attention=False)
-    ops: Cycle = cycle_ops(target, scenario.drafter, scenario.speculation, setting)
     decode = estimate(plain_step(target, setting), profile, calm, setting.ranks)
+    decode_ms = _wall_ms(decode, profile, software, software.decode_gap_us)
+    if scenario.speculation.algorithm == "NONE":
+        none = Estimate(())
+        return Prediction(
+            decode=decode,
+            draft=none,
+            verify=decode,
+            extend=none,
+            decode_ms=decode_ms,
+            cycle_ms=decode_ms,
+            accept_length=1.0,
+            batch=setting.batch,
+        )
+    ops: Cycle = cycle_ops(target, scenario.drafter, scenario.speculation, setting)
     draft = estimate(ops.draft, profile, calm, setting.ranks)
     verify = estimate(ops.verify, profile, software, setting.ranks)
     extend = estimate(ops.extend, profile, calm, setting.ranks)
-    plain = scenario.speculation.algorithm == "NONE"
-    gap = software.decode_gap_us if plain else software.cycle_gap_us
-    gap += software.blocking_copies * profile.copy_us
-    decode_ms = _wall_ms(decode, profile, software, software.decode_gap_us)
+    gap = software.cycle_gap_us + software.blocking_copies * profile.copy_us
     cycle_ms = _wall_ms(draft + verify + extend, profile, software, gap)
     return Prediction(
         decode=decode,
@@ -295,7 +311,7 @@ def predict(scenario: Scenario) -> Prediction:
         verify=verify,
         extend=extend,
         decode_ms=decode_ms,
-        cycle_ms=decode_ms if plain else cycle_ms,
+        cycle_ms=cycle_ms,
         accept_length=scenario.accept_length,
         batch=setting.batch,
     )

@@ -1,0 +1,199 @@
+"""Times from counts: against peers measured on one H200, and what each switch of an engine does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from eyas.checkpoint import read_config, resolve
+from eyas.config import SpeculationConfig
+from eyas.cost import Precision, Setting, target_pass
+from eyas.errors import ConfigError
+from eyas.estimate import (
+    EYAS,
+    SGLANG,
+    VLLM,
+    Scenario,
+    Software,
+    accept_length,
+    estimate,
+    op_us,
+    predict,
+)
+from eyas.hardware import Curve, load_profile
+from eyas.model_config import ModelConfig
+from eyas.models.dummy import dummy_drafter_config
+from eyas.models.families import model_config
+from eyas.operations import ATTENTION, LINEAR, MOE, Op, Work, linear
+
+H200 = load_profile("h200")
+BOX = load_profile("rtx-pro-6000-tuned")
+
+
+def shape(name: str) -> ModelConfig:
+    return model_config(read_config(resolve(f"shape:{name}")))
+
+
+def scenario(name: str, drafts: int, software: Software = EYAS, **setting: object) -> Scenario:
+    target = shape(name)
+    return Scenario(
+        target=target,
+        drafter=dummy_drafter_config(target),
+        speculation=SpeculationConfig.chain(drafts),
+        setting=Setting(**{"context": 512, **setting}),  # type: ignore[arg-type]
+        profile=H200,
+        software=software,
+        rates=(0.0,),
+    )
+
+
+PEERS = [
+    ("llama-3.1-8b", SGLANG, 3, (4.78, 5.09, 5.72), (6.79, 6.98, 8.39)),
+    ("llama-3.1-8b", SGLANG, 7, (4.78, 5.09, 5.72), (8.14, 8.77, 11.48)),
+    ("llama-3.1-8b", VLLM, 3, (4.88, 5.09, 5.79), (5.80, 6.17, 7.37)),
+    ("llama-3.1-8b", VLLM, 7, (4.88, 5.09, 5.79), (7.00, 7.47, 10.74)),
+    ("deepseek-v2-lite", SGLANG, 3, (3.45, 6.9), (6.63, 11.7)),
+]
+"""Shape, engine, drafts, ms of decode and cycle at batch 1, 8, 32; one H200, 2026-11-29."""
+
+
+@pytest.mark.parametrize(("name", "software", "drafts", "decode", "cycle"), PEERS)
+def test_engines_measured_on_an_h200(
+    name: str,
+    software: Software,
+    drafts: int,
+    decode: tuple[float, ...],
+    cycle: tuple[float, ...],
+) -> None:
+    """Fault: a term of the sum missing or twice: 8 % off somewhere, of parts measured alone."""
+    for batch, plain, whole in zip((1, 8, 32), decode, cycle, strict=False):
+        found = predict(scenario(name, drafts, software, batch=batch))
+        assert found.decode_ms == pytest.approx(plain, rel=0.08), f"decode, batch {batch}"
+        assert found.cycle_ms == pytest.approx(whole, rel=0.08), f"cycle, batch {batch}"
+
+
+def test_linear_layers_are_those_measured() -> None:
+    """Fault: rows priced as if each read the weights, or not priced at all.
+
+    All linear layers of the 8B shape took 4.066 ms at one row, 4.125 at 16, 4.229 at 32.
+    """
+    target = shape("llama-3.1-8b")
+    for rows, ms in ((1, 4.066), (16, 4.125), (32, 4.229)):
+        parts = estimate(target_pass(target, Setting(), rows), H200).by_component()
+        assert (parts[LINEAR] + parts["LM head"]) / 1e3 == pytest.approx(ms, rel=0.015)
+
+
+def test_many_rows_are_bound_by_arithmetic() -> None:
+    """Fault: a prompt's thousand rows at the price of one."""
+    few, many = (op_us(linear("x", 4096, 28_672, n, 16), H200) for n in (64, 4096))
+    assert few == pytest.approx(op_us(linear("x", 4096, 28_672, 32, 16), H200), rel=0.05)
+    assert many == pytest.approx(2 * 4096 * 4096 * 28_672 / 640e6, rel=0.02)
+
+
+def test_nothing_beats_its_floor() -> None:
+    """Fault: a curve that undercuts the bandwidth it was measured beside."""
+    for name in ("llama-3.1-8b", "deepseek-v2-lite", "qwen3-30b-a3b"):
+        for batch, context in ((1, 512), (32, 8192)):
+            found = predict(scenario(name, 3, batch=batch, context=context))
+            for part in (found.decode, found.verify, found.draft, found.extend):
+                assert all(line.us >= line.floor_us for line in part.lines)
+                assert part.us > part.floor_us > 0
+
+
+def test_what_an_engine_does_shows() -> None:
+    """Fault: a switch of the planner that changes nothing, or the wrong way."""
+    base = scenario("qwen3-30b-a3b", 3, ranks=8, context=4000).change(software=Software())
+    cycle = predict(base).cycle_ms
+
+    def with_(**values: object) -> float:
+        return predict(base.change(**values)).cycle_ms
+
+    base = base.change(ranks=4)
+    cycle = predict(base).cycle_ms
+    assert with_(all_reduce="nccl") > cycle
+    assert with_(fused_all_reduce=True) < cycle
+    assert with_(overlapped=True) <= cycle
+    assert with_(graphs=False) > cycle
+    assert with_(prefill_attention=True) > cycle
+    assert with_(kv_per_node=True) > cycle
+    assert with_(blocking_copies=3) == pytest.approx(cycle + 3 * H200.copy_us / 1e3)
+    assert with_(cycle_gap_us=1000.0) == pytest.approx(cycle + 1)
+    assert with_(expert_overlap=1.0) < with_(expert_overlap=0.5) < cycle
+    assert with_(ranks=1) > with_(ranks=2) > cycle
+    assert with_(precision=Precision(kv_bits=8)) < cycle
+    assert with_(precision=Precision(expert_bits=4)) < cycle
+
+
+def test_prefill_attention_is_of_verify_alone() -> None:
+    """Fault: plain decoding slowed down by how verify attends."""
+    base = scenario("llama-3.1-8b", 3, context=8000)
+    slow = base.change(prefill_attention=True)
+    assert predict(slow).decode_ms == predict(base).decode_ms
+    walk = predict(slow).verify.by_component()[ATTENTION] / 32
+    assert walk == pytest.approx(8000 * H200.serial_ns / 1e3, rel=0.01)
+
+
+def test_overlap_hides_what_experts_can() -> None:
+    """Fault: an overlap that hides more than half of either, or one in a dense model."""
+    base = scenario("deepseek-v2-lite", 3, ranks=4, batch=64)
+    whole, hidden = (predict(s).verify for s in (base, base.change(overlapped=True)))
+    experts = whole.by_component()[MOE]
+    reduce = sum(o.us for o in whole.lines if o.op.name == "all-reduce behind MLP")
+    assert 0 < whole.us - hidden.us <= min(experts, reduce) / 2
+    dense = scenario("llama-3.1-8b", 3, ranks=4)
+    assert predict(dense).cycle_ms == predict(dense.change(overlapped=True)).cycle_ms
+
+
+def test_an_engines_own_attention() -> None:
+    """Fault: a kernel's published times ignored, or used for heads."""
+    slow = dataclasses.replace(EYAS, latent_us=Curve(((0.0, 50.0),)))
+    latent = Op(name="attention", component=ATTENTION, work=Work.LATENT, rows=1, kv=1e6)
+    heads = dataclasses.replace(latent, work=Work.HEADS)
+    assert op_us(latent, BOX, slow) == 50
+    assert op_us(heads, BOX, slow) == op_us(heads, BOX)
+
+
+def test_the_host_shows_where_the_device_is_quicker() -> None:
+    """Fault: a tiny model as fast as its kernels, whatever the host needs."""
+    slow_host = dataclasses.replace(H200, host_us=2000.0)
+    tiny = scenario("smollm2-135m", 3)
+    found = predict(dataclasses.replace(tiny, profile=slow_host))
+    assert found.decode_ms == pytest.approx(2.0 + H200.graph_us / 1e3)
+    assert found.idle_ms > 0.4
+    assert predict(tiny).decode_ms < 1.3
+
+
+def test_accept_length() -> None:
+    """Fault: rates taken as shares of all cycles, or a tree no better than its chain."""
+    assert accept_length((0.5,), SpeculationConfig.chain(3)) == 1.875
+    assert accept_length((0.5, 0.4), SpeculationConfig.chain(3)) == pytest.approx(1 + 0.5 + 0.28)
+    assert accept_length((), SpeculationConfig.chain(3)) == 1
+    assert accept_length((0.9,), SpeculationConfig(algorithm="NONE")) == 1
+    chain = accept_length((0.6,), SpeculationConfig.chain(5))
+    narrow = SpeculationConfig(num_steps=5, eagle_topk=2, num_draft_tokens=11)
+    wide = SpeculationConfig(num_steps=5, eagle_topk=4, num_draft_tokens=21)
+    found = [accept_length((0.6,), s) for s in (narrow, wide)]
+    assert chain < found[0] < found[1] < 6
+    first = 1 - 0.4 * 0.7
+    assert found[0] == pytest.approx(1 + sum(first**i for i in range(1, 6)))
+
+
+def test_rates_and_ratios() -> None:
+    """Fault: tokens of one request reported for a batch, or break-even over the wrong step."""
+    found = predict(scenario("llama-3.1-8b", 3, batch=8).change(rates=(0.7,)))
+    assert found.accept_length == pytest.approx(1 + 0.7 + 0.49 + 0.343)
+    assert found.tok_per_s == pytest.approx(8 * found.accept_length / found.cycle_ms * 1e3)
+    assert found.break_even == pytest.approx(found.cycle_ms / found.decode_ms)
+    assert found.speedup == pytest.approx(found.accept_length / found.break_even)
+    plain = scenario("llama-3.1-8b", 3).change(speculation=SpeculationConfig(algorithm="NONE"))
+    assert predict(plain).cycle_ms == predict(plain).decode_ms
+    assert predict(plain).speedup == 1
+    assert predict(plain).idle_ms == pytest.approx(H200.graph_us / 1e3)
+
+
+def test_what_cannot_be_planned() -> None:
+    with pytest.raises(ConfigError, match=r"tp=16.*has 8 devices"):
+        predict(scenario("llama-3.1-8b", 3, ranks=16))
+    with pytest.raises(ConfigError, match="'gloo' among 8 ranks"):
+        predict(scenario("llama-3.1-8b", 3, ranks=8).change(all_reduce="gloo"))
