@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -43,8 +42,14 @@ def two_ranks(source: TinySource = LLAMA) -> Iterator[tuple[Ranks, Engine, int]]
         yield ranks, ranked_engine(ranks, chain(2)), pid
     finally:
         ranks.close()
-        assert not multiprocessing.active_children()
         assert not alive(pid)
+
+
+@pytest.fixture(scope="module")
+def calm() -> Iterator[tuple[Ranks, Engine]]:
+    """Ranks that nobody kills, and an engine over them."""
+    with two_ranks() as (ranks, engine, _):
+        yield ranks, engine
 
 
 def drain(engine: Engine) -> None:
@@ -91,12 +96,12 @@ def test_a_rank_killed_while_idle_ends_the_next_run() -> None:
         assert seconds < SOON
 
 
-def test_an_idle_engine_goes_on() -> None:
+def test_an_idle_engine_goes_on(calm: tuple[Ranks, Engine]) -> None:
     """Fault: ranks that wait for orders in a collective, which times out. Both ends may rest."""
-    with two_ranks() as (_, engine, _pid):
-        first = outputs(run_all(engine, [SHORT]))
-        time.sleep(3)
-        assert outputs(run_all(engine, [SHORT])) == first
+    _, engine = calm
+    first = outputs(run_all(engine, [SHORT]))
+    time.sleep(3)
+    assert outputs(run_all(engine, [SHORT])) == first
 
 
 def fails_later(target: Decoder, drafter: Eagle3, rank: int) -> None:
@@ -137,7 +142,7 @@ def test_a_rank_that_cannot_load_says_so() -> None:
     ranks = Ranks(Unloadable(target=LLAMA.target, drafter=LLAMA.drafter), 2, "cpu")
     with pytest.raises(RankError, match="rank 1 of 2: tensor 'x': is missing; download it again"):
         _ = ranks.networks
-    assert not multiprocessing.active_children()
+    assert not alive(int(ranks.prints[1].where["process"]))
 
 
 def test_an_error_of_rank_0_ends_the_others() -> None:
@@ -152,27 +157,27 @@ def test_an_error_of_rank_0_ends_the_others() -> None:
             ranked_engine(ranks)
 
 
-def test_a_refused_engine_leaves_the_ranks_alone() -> None:
+def test_a_refused_engine_leaves_the_ranks_alone(calm: tuple[Ranks, Engine]) -> None:
     """Fault: a wrong setting of a second engine ends the first one's ranks."""
-    with two_ranks() as (ranks, engine, _pid):
-        first = outputs(run_all(engine, [SHORT]))
-        with pytest.raises(ConfigError, match="8-bit draft passes"):
-            ranked_engine(ranks, chain(2), draft_weights="int8")
-        assert outputs(run_all(engine, [SHORT])) == first
-        assert outputs(run_all(ranked_engine(ranks, chain(1)), [SHORT])) == first
+    ranks, engine = calm
+    first = outputs(run_all(engine, [SHORT]))
+    with pytest.raises(ConfigError, match="8-bit draft passes"):
+        ranked_engine(ranks, chain(2), draft_weights="int8")
+    assert outputs(run_all(engine, [SHORT])) == first
+    assert outputs(run_all(ranked_engine(ranks, chain(1)), [SHORT])) == first
 
 
-def test_ctrl_c_waits_for_the_step() -> None:
+def test_ctrl_c_waits_for_the_step(calm: tuple[Ranks, Engine]) -> None:
     """Fault: ranks out of step after a Ctrl-C; a chat goes on after one."""
-    with two_ranks() as (_, engine, _pid):
-        expected = outputs(run_all(engine, [SHORT]))
-        request = engine.add(LONG.prompt, LONG.params)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            drain(engine)
-        engine.abort(request)
-        assert 0 < len(request.output) < 200
-        assert outputs(run_all(engine, [SHORT])) == expected
+    _, engine = calm
+    expected = outputs(run_all(engine, [SHORT]))
+    request = engine.add(LONG.prompt, LONG.params)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        drain(engine)
+    engine.abort(request)
+    assert 0 < len(request.output) < 200
+    assert outputs(run_all(engine, [SHORT])) == expected
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:
@@ -193,14 +198,18 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
 
 
 SCRIPT = """
-import sys, torch
+import sys, time, torch
 from tests.distributed.worlds import LLAMA, ranked_engine
 from tests.distributed.test_hub import LONG
+from eyas.distributed import hub
 from eyas.engine.ranks import Ranks
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    hub.FREED_SECONDS = hub.STUCK_SECONDS = 0.5
     ranks = Ranks(LLAMA, 2, "cpu")
     engine = ranked_engine(ranks)
+    if sys.argv[1] == "stuck":
+        engine.runner.parts.target.logits = lambda hidden: time.sleep(1000)
     print(ranks.prints[1].where["process"], flush=True)
     while True:
         engine.add(LONG.prompt, LONG.params)
@@ -209,35 +218,51 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@contextmanager
+def generating(folder: Path, how: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that is rank 0 and generates without end, and rank 1's id; both must end."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    search = [str(Path.cwd()), *(path for path in sys.path if path)]
+    process = subprocess.Popen(
+        [sys.executable, str(script), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": ":".join(search)},
+    )
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    time.sleep(0.5)
+    yield process, pid
+    until = time.monotonic() + SOON
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not alive(pid)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_rank_0(how: signal.Signals, tmp_path: Path) -> None:
     """Fault: processes that go on, and hold their GPUs, after rank 0 was killed or interrupted.
 
     Ctrl-C in a terminal reaches all ranks at once: the signal goes to the whole group.
     """
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    search = ":".join(path for path in sys.path if path)
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": f"{Path.cwd()}:{search}"},
-    )
-    assert process.stdout is not None
-    pid = int(process.stdout.readline())
-    time.sleep(0.5)
-    if how is signal.SIGINT:
-        os.killpg(process.pid, how)
-    else:
-        process.send_signal(how)
-    process.communicate(timeout=SOON)
-    until = time.monotonic() + SOON
-    while alive(pid) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not alive(pid)
+    with generating(tmp_path) as (process, _):
+        if how is signal.SIGINT:
+            os.killpg(process.pid, how)
+        else:
+            process.send_signal(how)
+        process.communicate(timeout=SOON)
+
+
+def test_a_rank_0_that_cannot_be_freed_is_ended(tmp_path: Path) -> None:
+    """Fault: a driver call that does not return, after a rank was lost, is a hang for ever."""
+    with generating(tmp_path, "stuck") as (process, pid):
+        os.kill(pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=SOON)
+    assert process.returncode == 2
+    assert errors.splitlines()[-1].startswith("error: rank 1 of 2: was killed by SIGKILL")
 
 
 def test_an_engine_needs_ranks_for_its_tp() -> None:

@@ -67,8 +67,11 @@ class Door:
 
     def __init__(self, everywhere: bool) -> None:
         """`everywhere`: for other machines too, not for this one alone."""
-        host = "" if everywhere else "127.0.0.1"
-        self._socket = socket.create_server((host, 0))
+        if everywhere and socket.has_dualstack_ipv6():
+            family = socket.AF_INET6
+            self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=True)
+        else:
+            self._socket = socket.create_server(("" if everywhere else "127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.key = secrets.token_bytes(KEY_BYTES)
 

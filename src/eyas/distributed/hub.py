@@ -57,6 +57,7 @@ class Hub:
         self._alarm, self._settled, self._outside = (threading.Event() for _ in range(3))
         self._outside.set()
         self._closed = False
+        self._thread = 0
         self._woken, self._wake = os.pipe()
         threading.Thread(target=self._watch, daemon=True).start()
         atexit.register(self.close)
@@ -94,6 +95,7 @@ class Hub:
 
         Not to be nested.
         """
+        self._thread = threading.get_ident()
         self._outside.clear()
         try:
             self.check()
@@ -189,7 +191,8 @@ class Hub:
             self._failure.add_note(why.details)
         self._settled.set()
         self._inbox.put(None)
-        if not self._outside.wait(FREED_SECONDS):
+        in_main = self._thread == threading.main_thread().ident
+        if not self._outside.wait(FREED_SECONDS) and in_main:
             _thread.interrupt_main()
         if not self._outside.wait(STUCK_SECONDS):
             sys.stderr.write(f"error: {self._failure}\n")

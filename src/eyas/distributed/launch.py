@@ -8,6 +8,7 @@ beneath. Of torchrun's variables torch reads those that it defines; eyas reads n
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,8 +121,8 @@ def _started(invitation: Invitation, serve: Serve) -> None:
     wire = Wire(seat, LOOPBACK, invitation.door_port, invitation.key)
     try:
         _serve(wire, serve)
-    except RankZeroGoneError:
-        raise SystemExit(1) from None
+    except (RankZeroGoneError, SystemExit):
+        os._exit(1)  # in order it might wait for a kernel that waits for a lost rank
 
 
 def _serve(wire: Wire, serve: Serve) -> None:
