@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +74,7 @@ def test_weights_are_the_networks(name: str, ranks: int) -> None:
     With all experts touched, the bytes read are those of a rank's parameters on the meta device.
     """
     config = shape(name)
-    network = hollow(lambda: Decoder(config, group=Shares(ranks)), torch.bfloat16)
+    network = hollow(partial(Decoder, group=Shares(ranks)), config, torch.bfloat16)
     expected = matrices(network, {torch.bfloat16: 2.0, torch.float32: 4.0})
     ops = target_pass(config, Setting(ranks=ranks))
     read = 0.0
@@ -84,16 +86,27 @@ def test_weights_are_the_networks(name: str, ranks: int) -> None:
     assert math.isclose(read, expected, rel_tol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v2-lite"])
-def test_a_drafters_weights_are_its_networks(name: str) -> None:
-    """Fault: the drafter's layer counted with the target's widths, or its fusion forgotten."""
-    config = dummy_drafter_config(shape(name))
-    expected = matrices(hollow(lambda: Eagle3(config), torch.bfloat16), {torch.bfloat16: 2.0})
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"fc_norm": True, "qk_norm": True, "num_layers": 2, "windows": (64, 0)},
+        {"fused": False, "own_embedding": True, "aux_layers": (32,)},
+        {"own_head": False, "draft_vocab_size": 128_256},
+        {"mla": "kimi-k2.5"},
+    ],
+    ids=["usual", "two layers", "unfused", "headless", "latent"],
+)
+def test_a_drafters_weights_are_its_networks(change: dict[str, Any]) -> None:
+    """Fault: the drafter's layers counted with the target's widths, or a part that it lacks."""
+    if "mla" in change:
+        change = {"mla": shape(change["mla"]).mla}
+    target = shape("llama-3.1-8b")
+    config = dataclasses.replace(dummy_drafter_config(target), **change)
+    expected = matrices(hollow(Eagle3, config, torch.bfloat16), {torch.bfloat16: 2.0})
+    if not config.own_head:
+        expected += target.vocab_size * target.hidden_size * 2
     assert total(extend_pass(config, Setting(), 4), "weights") == expected
-    latent = dataclasses.replace(config, mla=shape("kimi-k2.5").mla, fc_norm=True)
-    network = hollow(lambda: Eagle3(latent), torch.bfloat16)
-    expected = matrices(network, {torch.bfloat16: 2.0})
-    assert total(extend_pass(latent, Setting(), 4), "weights") == expected
 
 
 def test_known_figures() -> None:

@@ -186,13 +186,15 @@ def target_pass(
     return merged(ops)
 
 
-def layer_ops(config: ModelConfig, layer: int, setting: Setting, nodes: int) -> list[Op]:
-    """One decoder layer."""
+def layer_ops(
+    config: ModelConfig, layer: int, setting: Setting, nodes: int, width: int = 0
+) -> list[Op]:
+    """One decoder layer, whose attention reads `width` numbers a row; 0: the hidden size."""
     rows, hidden = setting.batch * nodes, config.hidden_size
     window = config.windows[layer] if config.windows else 0
     shape = AttentionLayer(
         hidden=hidden,
-        width=hidden,
+        width=width or hidden,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -201,7 +203,7 @@ def layer_ops(config: ModelConfig, layer: int, setting: Setting, nodes: int) -> 
         positions=min(setting.context, window) if window else setting.context,
         bits=setting.precision.weight_bits,
     )
-    ops = [norm("norm", rows, hidden), *attention_ops(shape, setting, nodes)]
+    ops = [norm("norm", rows, width or hidden), *attention_ops(shape, setting, nodes)]
     parallel = setting.ranks > 1
     if parallel and setting.data_parallel_attention:
         ops.append(collective("gather behind attention", rows * hidden * ACTIVATION, Work.GATHER))
@@ -342,58 +344,51 @@ def draft_pass(
     `level` passes before it left their rows behind the committed ones.
     """
     setting = dataclasses.replace(setting, context=setting.context + (level - 1) * rows_each)
-    own = setting if setting.sharded_drafter else setting.alone
     if isinstance(config, ModelConfig):
-        precision = dataclasses.replace(own.precision, weight_bits=own.precision.draft_bits)
-        return target_pass(config, dataclasses.replace(own, precision=precision), rows_each)
-    rows, bits = setting.batch * rows_each, own.precision.draft_bits
-    ops = _draft_layer(config, own, rows_each, setting.ranks > 1)
-    ops += logits(rows, config.hidden_size, config.draft_vocab_size, own.ranks, bits)
-    return merged(ops)
+        return target_pass(config, _drafting(setting), rows_each)
+    ops = _draft_layers(config, setting, rows_each)
+    return merged([*ops, *_draft_logits(config, setting, rows_each)])
 
 
 def extend_pass(config: DrafterConfig | ModelConfig, setting: Setting, rows_each: int) -> list[Op]:
     """The drafter's pass over what a cycle may have committed; the last row draws candidates."""
     if isinstance(config, ModelConfig):
         return draft_pass(config, setting, rows_each)
+    rows, count = setting.batch * rows_each, len(config.aux_layers)
+    ops = []
+    if config.fc_norm or config.norm_before_fc:
+        ops.append(norm("norms of states", rows, count * config.target_hidden_size))
+    if config.fused:
+        width, bits = count * config.target_hidden_size, setting.precision.draft_bits
+        ops.append(linear("fusion of states", width, config.hidden_size, rows, bits))
+    ops += _draft_layers(config, setting, rows_each)
+    return merged([*ops, *_draft_logits(config, setting, 1)])
+
+
+def _drafting(setting: Setting) -> Setting:
+    """The setting in which a drafter's network runs, with its weights' bits."""
     own = setting if setting.sharded_drafter else setting.alone
-    rows, bits = setting.batch * rows_each, own.precision.draft_bits
-    width = len(config.aux_layers) * config.target_hidden_size
-    ops = [linear("fusion of states", width, config.hidden_size, rows, bits)]
-    if config.fc_norm:
-        names = len(config.aux_layers)
-        ops.append(norm("norms of states", rows, config.target_hidden_size, times=names))
-    ops += _draft_layer(config, own, rows_each, setting.ranks > 1)
-    hidden, vocab = config.hidden_size, config.draft_vocab_size
-    ops += logits(setting.batch, hidden, vocab, own.ranks, bits)
-    return merged(ops)
+    precision = dataclasses.replace(own.precision, weight_bits=own.precision.draft_bits)
+    return dataclasses.replace(own, precision=precision)
 
 
-def _draft_layer(
-    config: DrafterConfig, own: Setting, rows_each: int, split_embedding: bool
-) -> list[Op]:
-    """Embedding, norms, attention and MLP; a borrowed embedding lies in shares on the ranks."""
-    rows, hidden, bits = own.batch * rows_each, config.hidden_size, own.precision.draft_bits
-    shape = AttentionLayer(
-        hidden=hidden,
-        width=2 * hidden,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        mla=config.mla,
-        qk_norm=False,
-        positions=own.context,
-        bits=bits,
-    )
+def _draft_layers(config: DrafterConfig, setting: Setting, rows_each: int) -> list[Op]:
+    """Embedding and layers; a borrowed embedding lies in shares on the ranks."""
+    rows, hidden, layers = setting.batch * rows_each, config.hidden_size, config.layers()
     ops = [small("embedding", rows, hidden)]
-    if split_embedding and not config.own_embedding:
+    if setting.ranks > 1 and not config.own_embedding:
         ops.append(collective("all-reduce of embeddings", rows * hidden * ACTIVATION))
-    ops += [norm("norms", rows, 2 * hidden), *attention_ops(shape, own, rows_each)]
-    ops.append(norm("norm", rows, hidden, times=2))
-    ops += mlp("MLP", hidden, config.intermediate_size, rows, own.ranks, bits)
-    if own.ranks > 1:
-        ops += [collective("all-reduce of the drafter", rows * hidden * ACTIVATION)] * 2
-    return ops
+    for layer in range(config.num_layers):
+        width = hidden if layer else 2 * hidden
+        ops += layer_ops(layers, layer, _drafting(setting), rows_each, width)
+    return [*ops, norm("final norm", rows, hidden)]
+
+
+def _draft_logits(config: DrafterConfig, setting: Setting, rows_each: int) -> list[Op]:
+    """Of a drafter without a head of its own by the target's, which lies in shares."""
+    own = _drafting(setting) if config.own_head else setting
+    rows, bits = setting.batch * rows_each, own.precision.weight_bits
+    return logits(rows, config.hidden_size, config.draft_vocab_size, own.ranks, bits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
