@@ -127,10 +127,12 @@ def tiny_drafter(
     return module.eval()
 
 
-def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 7, **changes: Any) -> Decoder:
+def tiny_model(
+    dtype: torch.dtype = torch.float32, seed: int = 7, device: torch.device = CPU, **changes: Any
+) -> Decoder:
     """A random language model of 2 narrow layers with the vocabulary of `tiny_target`."""
     values = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1}
-    return tiny_target(dtype, seed, **{**values, "head_dim": 32, **changes})
+    return tiny_target(dtype, seed, device, **{**values, "head_dim": 32, **changes})
 
 
 @cache

@@ -17,8 +17,11 @@ from eyas.engine.ranks import Ranks
 from eyas.kv.pool import KVPool
 from eyas.models.decoder import Decoder
 from tests.distributed.worlds import (
+    BORROWING,
     DEEPSEEK,
     FAMILIES,
+    SMALL,
+    UNFUSED,
     TinySource,
     divided,
     on_ranks,
@@ -128,3 +131,23 @@ def test_all_ranks_have_the_whole_networks_states() -> None:
         ):
             assert torch.equal(here, there), name
             assert torch.allclose(here, expected, atol=1e-4), name
+
+
+DRAFTERS: dict[str, tuple[TinySource, SpeculationConfig]] = {
+    "borrowed head": (BORROWING, chain(3)),
+    "borrowed head, tree": (BORROWING, TREES[1]),
+    "one state": (UNFUSED, chain(3)),
+    "small model": (SMALL, chain(3, "STANDALONE")),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_is_whole_on_every_rank(name: str) -> None:
+    """Fault: a share of the target's head or norm taken for the whole, or a rank that waits."""
+    source, speculation = DRAFTERS[name]
+    whole, ranks = source.whole(), Ranks(source, 2, "cpu")
+    alone = run_all(make_engine(whole.target, whole.drafter, speculation), JOBS)
+    shared = run_all(ranked_engine(ranks, speculation), JOBS)
+    ranks.close()
+    assert outputs(shared) == outputs(alone)
+    assert [r.accept_lengths for r in shared] == [r.accept_lengths for r in alone]

@@ -27,7 +27,7 @@ from eyas.model_config import MLAConfig, MoEConfig
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
 from eyas.models.registry import allocate, fill
-from tests.helpers import CPU, NONE, VOCAB, tiny_drafter, tiny_target, toy_tokenizer
+from tests.helpers import CPU, NONE, VOCAB, tiny_drafter, tiny_model, tiny_target, toy_tokenizer
 
 Body = Callable[[Group], Any]
 
@@ -51,6 +51,8 @@ class TinySource:
 
     target: dict[str, Any]
     drafter: dict[str, Any]
+    small: bool = False
+    """Whether `tiny_model` drafts instead."""
     spoil: Callable[[Decoder, Eagle3, int], None] = do_nothing
     dtype: torch.dtype = torch.float32
 
@@ -63,17 +65,18 @@ class TinySource:
 
     def whole(self, device: torch.device = CPU) -> Networks:
         """The networks of a group of one."""
+        make = tiny_model if self.small else tiny_drafter
         return Networks(
             target=tiny_target(self.dtype, device=device, **self.target),
-            drafter=tiny_drafter(self.dtype, device=device, **self.drafter),
+            drafter=make(self.dtype, device=device, **self.drafter),
         )
 
     def load(self, device: torch.device, group: Group) -> Networks:
         """A rank's share of the target, and the drafter."""
         whole = self.whole(device)
         target = divided(whole.target, device, group)
-        assert isinstance(whole.drafter, Eagle3)
-        self.spoil(target, whole.drafter, group.rank)
+        if isinstance(whole.drafter, Eagle3):
+            self.spoil(target, whole.drafter, group.rank)
         return Networks(target=target, drafter=whole.drafter)
 
 
@@ -109,6 +112,11 @@ DEEPSEEK = TinySource(
     },
     drafter={},
 )
+BORROWING = TinySource(target=LLAMA.target, drafter={"own_head": False, "draft_vocab_size": VOCAB})
+UNFUSED = TinySource(
+    target=LLAMA.target, drafter={"fused": False, "fc_norm": False, "aux_layers": (4,)}
+)
+SMALL = TinySource(target=LLAMA.target, drafter={}, small=True)
 FAMILIES = {"llama": LLAMA, "qwen3 moe": QWEN3_MOE, "deepseek": DEEPSEEK}
 
 

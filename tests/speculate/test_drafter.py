@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
 from eyas.sampling import SamplingRows
 from eyas.speculate.drafter import DraftContext, NGramDrafter
+from eyas.speculate.eagle3 import Eagle3Drafter
 from tests.eagle3_reference import Noise, draft_paths
 from tests.helpers import (
     LATENT,
@@ -27,15 +30,16 @@ from tests.helpers import (
 from tests.speculate.recording import paths, record
 
 SHAPES = [chain(1), chain(4), chain(8), *TREES]
-NETWORKS = {
-    "3.1": tiny_drafter(),
-    "3": tiny_drafter(fc_norm=False, norm_output=False),
-    "speculators": tiny_drafter(norm_before_residual=True, own_embedding=True, seed=9),
-    "borrowed head": tiny_drafter(own_head=False, draft_vocab_size=VOCAB, logit_scale=0.5),
-    "one state": tiny_drafter(fused=False, fc_norm=False, aux_layers=(4,), last_norm=False),
-    "two layers": tiny_drafter(num_layers=2, qk_norm=True, qkv_bias=True, windows=(0, 64)),
-    "latent": tiny_drafter(mla=LATENT, fc_norm=False, norm_before_fc=True, fc_bias=True),
+KINDS: dict[str, dict[str, Any]] = {
+    "3.1": {},
+    "3": {"fc_norm": False, "norm_output": False},
+    "speculators": {"norm_before_residual": True, "own_embedding": True, "seed": 9},
+    "borrowed head": {"own_head": False, "draft_vocab_size": VOCAB, "logit_scale": 0.5},
+    "one state": {"fused": False, "fc_norm": False, "aux_layers": (4,), "last_norm": False},
+    "two layers": {"num_layers": 2, "qk_norm": True, "qkv_bias": True, "windows": (0, 64)},
+    "latent": {"mla": LATENT, "fc_norm": False, "norm_before_fc": True, "fc_bias": True},
 }
+NETWORKS = {name: tiny_drafter(**changes) for name, changes in KINDS.items()}
 
 
 def shape_name(case: object) -> str:
@@ -164,3 +168,19 @@ def test_a_broken_drafter_changes_nothing(target: Decoder) -> None:
         parameter.data.fill_(torch.nan)
     for shape in (chain(3), *TREES):
         assert outputs(run_all(make_engine(target, broken, shape), jobs)) == plain
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rounded_drafters_change_no_text(name: str) -> None:
+    """Fault: a pass with 8-bit weights that leaves out a bias, a layer or the borrowed head."""
+    target, network = tiny_target(torch.bfloat16), tiny_drafter(torch.bfloat16, **KINDS[name])
+    jobs = [
+        Job(prompt=p, params=SamplingParams(max_tokens=12, temperature=t, seed=1))
+        for p, t in zip(random_prompts([5, 20], seed=6), (0.0, 1.0), strict=True)
+    ]
+    plain = outputs(run_all(make_engine(target), jobs))
+    engine = make_engine(target, network, chain(3), draft_weights="int8")
+    drafter = engine.runner.parts.drafter
+    assert isinstance(drafter, Eagle3Drafter)
+    assert drafter.quick is not None
+    assert outputs(run_all(engine, jobs)) == plain
