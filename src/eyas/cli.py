@@ -45,6 +45,13 @@ Drafter = Annotated[
     ),
 ]
 Json = Annotated[str, typer.Option("--json", help="file that the record is written to")]
+Html = Annotated[
+    str, typer.Option("--html", help="file that the record is drawn in, for a browser")
+]
+Traces = Annotated[list[Path], typer.Argument(help="profiler traces, .json or .json.gz")]
+AcceptLength = Annotated[
+    float, typer.Option(help="tokens a cycle commits, where known: traces do not say")
+]
 Prompts = Annotated[list[str] | None, typer.Argument(help="prompts, answered together")]
 PromptFile = Annotated[
     str, typer.Option("--prompts", help='JSON Lines file of {"prompt"} or {"turns"} rows')
@@ -222,6 +229,20 @@ def bench(
     typer.echo(json.dumps(record))
 
 
+@command()
+def trace(
+    files: Traces, accept_length: AcceptLength = 0.0, json_file: Json = "", html_file: Html = ""
+) -> None:
+    """Say where a cycle's time goes in torch-profiler traces of SGLang, vLLM or eyas."""
+    from eyas.report.foreign import analyse
+    from eyas.report.trace_table import show
+
+    _check_writable(json_file, html_file)
+    record = analyse(files, accept_length or None)
+    show(Console(highlight=False), record)
+    _write(record, json_file, html_file)
+
+
 @command(config=TRAIN)
 def train(config: TrainConfig) -> None:
     """Train an EAGLE-3 drafter on text that the target writes, and export it."""
@@ -298,16 +319,29 @@ def _summary(run: Answering) -> None:
     Console(stderr=True, highlight=False).print(", ".join(parts), style="dim")
 
 
-def _check_writable(file: str) -> None:
+def _check_writable(*files: str) -> None:
     """Raise `ConfigError` now rather than lose a record after a long run; "" is no file."""
-    place = Path(file)
-    writable = os.access(place if place.exists() else place.parent, os.W_OK)
-    require(
-        not file or (writable and not place.is_dir()),
-        f"json file {file}",
-        "cannot be written",
-        "give a file in a folder that exists and is yours",
-    )
+    for file in files:
+        place = Path(file)
+        writable = os.access(place if place.exists() else place.parent, os.W_OK)
+        require(
+            not file or (writable and not place.is_dir()),
+            f"file {file}",
+            "cannot be written",
+            "give a file in a folder that exists and is yours",
+        )
+
+
+def _write(record: dict[str, Any], json_file: str, html_file: str) -> None:
+    """Write a record where it is wanted; "" is no file."""
+    from eyas.report.records import write_record
+
+    if json_file:
+        write_record(Path(json_file), record)
+    if html_file:
+        from eyas.report.html import page
+
+        Path(html_file).write_text(page(record), encoding="utf-8")
 
 
 def _show_facts(title: str, facts: dict[str, Any]) -> None:

@@ -33,3 +33,7 @@ class CapacityError(EyasError):
 
 class RankError(EyasError):
     """A rank of a tensor-parallel group failed or was lost; its engines cannot go on."""
+
+
+class RecordError(EyasError):
+    """A trace or a record that cannot be read as one."""
