@@ -43,6 +43,7 @@ OPTIONS = {
     "chat": f"{MODEL} {ENGINE} {SPECULATION} {SAMPLING} --system",
     "bench": f"{MODEL} {ENGINE} {SPECULATION} {SAMPLING} --batch-size --compare-noise --json "
     "--num-prompts --prompts --raw --rounds --stage-prompts",
+    "trace": "--accept-length --debug --help --json files",
     "train": "--answer-tokens --attention --clip --conversations --debug --decay --device "
     "--draft-vocab-size --dtype --eval-every --evaluate-drafts --evaluate-prompts "
     "--evaluate-tokens --exclude --final-lr --folder --greedy-share --held-out --help "
@@ -123,6 +124,9 @@ def refused(message: str, *arguments: str) -> None:
         ("No such file", ("generate", "--prompts", "/nowhere/p.jsonl")),
         ("cannot be written", ("bench", "--json", "/nowhere/r.json")),
         ("rows=0", ("train", "--rows", "0")),
+        ("accept_length=0.5", ("trace", "x.json", "--accept-length", "0.5")),
+        ("No such file", ("trace", "/nowhere/t.json")),
+        ("cannot be written", ("trace", "x.json", "--json", "/nowhere/r.json")),
     ],
 )
 def test_bad_values_are_refused_before_a_model_is_loaded(

@@ -45,9 +45,6 @@ Drafter = Annotated[
     ),
 ]
 Json = Annotated[str, typer.Option("--json", help="file that the record is written to")]
-Html = Annotated[
-    str, typer.Option("--html", help="file that the record is drawn in, for a browser")
-]
 Traces = Annotated[list[Path], typer.Argument(help="profiler traces, .json or .json.gz")]
 AcceptLength = Annotated[
     float, typer.Option(help="tokens a cycle commits, where known: traces do not say")
@@ -230,17 +227,20 @@ def bench(
 
 
 @command()
-def trace(
-    files: Traces, accept_length: AcceptLength = 0.0, json_file: Json = "", html_file: Html = ""
-) -> None:
+def trace(files: Traces, accept_length: AcceptLength = 0.0, json_file: Json = "") -> None:
     """Say where a cycle's time goes in torch-profiler traces of SGLang, vLLM or eyas."""
     from eyas.report.foreign import analyse
+    from eyas.report.records import write_record
     from eyas.report.trace_table import show
 
-    _check_writable(json_file, html_file)
+    _check_writable(json_file)
+    known = accept_length == 0 or accept_length >= 1
+    rule = "a cycle commits at least one token"
+    require(known, f"accept_length={accept_length}", rule, "give 1 or more, or leave it out")
     record = analyse(files, accept_length or None)
     show(Console(highlight=False), record)
-    _write(record, json_file, html_file)
+    if json_file:
+        write_record(Path(json_file), record)
 
 
 @command(config=TRAIN)
@@ -330,18 +330,6 @@ def _check_writable(*files: str) -> None:
             "cannot be written",
             "give a file in a folder that exists and is yours",
         )
-
-
-def _write(record: dict[str, Any], json_file: str, html_file: str) -> None:
-    """Write a record where it is wanted; "" is no file."""
-    from eyas.report.records import write_record
-
-    if json_file:
-        write_record(Path(json_file), record)
-    if html_file:
-        from eyas.report.html import page
-
-        Path(html_file).write_text(page(record), encoding="utf-8")
 
 
 def _show_facts(title: str, facts: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ def _rank(reading: Reading) -> dict[str, Any]:
     whole = np.ones(len(code), dtype=np.bool_)
     total = float(trace.work.dur.sum()) / 1e3
     parts = by_component(trace.work.dur, code, 1e3)
-    values: dict[str, Any] = {key: None for key in ("cycle_ms", "device_ms", "idle_ms")}
+    values: dict[str, Any] = dict.fromkeys(("cycle_ms", "device_ms", "idle_ms"))
     values |= {"components": {}, "stages": {}, "idle": {}, "streams": {}, "timeline": None}
     unexplained = None
     if reading.cycles is not None and reading.cycles.steady.any():

@@ -1,4 +1,4 @@
-"""Cycles and stages are found in three ways that agree, and only whole, alike cycles are averaged."""
+"""Cycles and stages are found in three ways that agree; only alike cycles are averaged."""
 
 from __future__ import annotations
 

@@ -22,12 +22,14 @@ from tests.report.traces.writing import (
     FLASH,
     HEAD,
     INDEX,
-    NORM as NORM_KERNEL,
     QKV,
     SPLIT,
     UP,
     K,
     Recorder,
+)
+from tests.report.traces.writing import (
+    NORM as NORM_KERNEL,
 )
 
 

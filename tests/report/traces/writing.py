@@ -113,7 +113,11 @@ class Recorder:
         at = max(self.free.get(stream, BASE), asked + latency)
         for kernel in kernels:
             category = "gpu_memcpy" if kernel.name.startswith("Memcpy") else "kernel"
-            arguments = {"device": self.device, "stream": stream, "correlation": correlation}
+            arguments: dict[str, Any] = {
+                "device": self.device,
+                "stream": stream,
+                "correlation": correlation,
+            }
             if category == "kernel":
                 arguments |= {"grid": list(kernel.grid), "block": [128, 1, 1]}
             self._add(category, kernel.name, at, kernel.us, arguments, self.device, stream)

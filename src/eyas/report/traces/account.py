@@ -1,4 +1,4 @@
-"""What an average steady cycle consists of: time by component and stage, idle time by cause, counts.
+"""What an average steady cycle holds: time by component and stage, idle time by cause, counts.
 
 A cycle is the time from its first kernel to the next cycle's. `device_ms` sums kernels over all
 streams; `overlap_ms` is how much of that ran beside other kernels; what is left of the cycle is
@@ -119,15 +119,7 @@ def account(trace: Trace, code: Ints, stage: Ints, cycles: Cycles) -> dict[str, 
         "syncs": _syncs(trace, cycles),
         "copies_to_host": _copies_to_host(trace, inside) / count,
         "gaps": _gap_list(stage, gaps, ending, each),
-        "cycles": {
-            "found_by": cycles.found_by,
-            "found": len(cycles.cuts) - 1,
-            "steady": count,
-            "stalls": cycles.stalls,
-            "min_ms": float(length.min()),
-            "median_ms": float(np.median(length)),
-            "max_ms": float(length.max()),
-        },
+        "cycles": _lengths(cycles, length),
         "kernels_by_time": kernels_by_time(trace, code, inside, each),
     }
 
@@ -168,6 +160,19 @@ def unknown_kernels(kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def stage_name(index: int) -> str:
     """Name of a stage's index; -1 is `OTHER`."""
     return STAGES[index] if index >= 0 else OTHER
+
+
+def _lengths(cycles: Cycles, length: Floats) -> dict[str, Any]:
+    """How the cycles were found, and how long the steady ones are."""
+    return {
+        "found_by": cycles.found_by,
+        "found": len(cycles.cuts) - 1,
+        "steady": len(length),
+        "stalls": cycles.stalls,
+        "min_ms": float(length.min()),
+        "median_ms": float(np.median(length)),
+        "max_ms": float(length.max()),
+    }
 
 
 def _stages(

@@ -1,14 +1,15 @@
 """Where a trace's cycles begin: a decode step, or a speculative cycle, from one verify to the next.
 
 Three ways are tried in turn, and the one that finds cycles is named: spans of the host that tell a
-decode or verify pass; the graph with most attention layers, if it is no piece of a pass; and kernels
-that come back once a period. A cycle is a stretch of time, so all that runs in it is its own. Where
-drafting can be told, cycles begin with it. Steady cycles are those that look like most.
+decode or verify pass; the graph with most attention layers, if it is no piece of a pass; and
+kernels that come back once a period. A cycle is a stretch of time, so all that runs in it is its
+own. Where drafting can be told, cycles begin with it. Steady cycles are those that look like most.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -69,7 +70,7 @@ def _by_graphs(trace: Trace, code: Ints) -> Ints:
     value = mixed[[names[kind.name] for kind in trace.kinds]][work.kind[inside]]
     look = np.zeros(len(launch), dtype=np.int64)
     np.add.at(look, inverse, value)
-    looks, group = np.unique(look, return_inverse=True)
+    _, group = np.unique(look, return_inverse=True)
     total = np.bincount(group, weights=took)
     depth = np.bincount(inverse, weights=code[inside] == DEVICE.index(ATTENTION))
     often = np.bincount(group)[group] >= 2
@@ -121,7 +122,7 @@ def _from_draft(cuts: Ints, stage: Ints) -> Ints:
     """Cuts moved back to where drafting begins, if most cycles draft."""
     is_draft = stage == STAGES.index(DRAFT)
     moved = []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         inside = np.flatnonzero(is_draft[start:end])
         if len(inside):
             moved.append(start + inside[0])

@@ -112,8 +112,8 @@ def _by_spans(trace: Trace) -> tuple[Ints, Ints, int | None, float | None]:
             target.append(known[inside][first])
             if len(first) > most:
                 most, batch, nodes = len(first), requests, rows
-    found = np.sort(np.concatenate(target)) if target else np.zeros(0, np.int64)
-    return stage, found, batch, nodes
+    firsts = np.sort(np.concatenate(target)) if target else np.zeros(0, np.int64)
+    return stage, firsts, batch, nodes
 
 
 def _by_structure(trace: Trace, code: Ints, speculates: bool) -> tuple[Ints, int]:
