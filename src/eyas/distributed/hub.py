@@ -51,6 +51,8 @@ class Hub:
         self.seat = seat
         self.release: Callable[[], None] = _nothing
         """Frees a thread that waits in a collective for a rank that will not come."""
+        self.before_release: Callable[[], None] = _nothing
+        """What `close` must do first."""
         self._wires, self._processes = wires, processes
         self._inbox: queue.Queue[tuple[int, Any] | None] = queue.Queue()
         self._failure: RankError | None = None
@@ -131,6 +133,7 @@ class Hub:
                 process.kill()
                 process.join()
         self._hang_up()
+        self.before_release()
         self.release()
 
     def _hang_up(self) -> None:

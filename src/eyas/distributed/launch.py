@@ -7,6 +7,7 @@ beneath. Of torchrun's variables torch reads those that it defines; eyas reads n
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -119,10 +120,11 @@ def _started(invitation: Invitation, serve: Serve) -> None:
     rank = invitation.rank
     seat = Seat(rank=rank, size=invitation.size, local_rank=rank, store=store)
     wire = Wire(seat, LOOPBACK, invitation.door_port, invitation.key)
-    try:
+    status = 1
+    with contextlib.suppress(RankZeroGoneError, SystemExit):
         _serve(wire, serve)
-    except (RankZeroGoneError, SystemExit):
-        os._exit(1)  # in order it might wait for a kernel that waits for a lost rank
+        status = 0
+    os._exit(status)  # in order it might wait for a kernel that waits for a lost rank
 
 
 def _serve(wire: Wire, serve: Serve) -> None:

@@ -89,7 +89,8 @@ class RankGroup(Group):
     def abort(self) -> None:
         """End collectives that wait for a lost rank; the group is of no use afterwards.
 
-        gloo ends them by itself when a connection closes.
+        gloo ends them by itself when a connection closes. NCCL frees waiting kernels at once, but
+        returns only when no CUDA graph holds its collectives any more.
         """
         if self.device.type == "cuda" and not self._aborted:
             self._aborted = True

@@ -103,6 +103,10 @@ class CycleGraphs:
             for key in bar.track(keys, description="capturing graphs"):
                 self.get(key)
 
+    def clear(self) -> None:
+        """Free all graphs; a communicator whose collectives they hold waits for that at its end."""
+        self._graphs.clear()
+
     def get(self, key: GraphKey) -> CycleGraph:
         """The graph of `key`; captured now if this is its first use (filtered sampling)."""
         if key not in self._graphs:

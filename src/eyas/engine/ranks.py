@@ -12,9 +12,10 @@ import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -100,6 +101,8 @@ class Follower:
                     runner.launch(order.plan)
                 case Drop():
                     runners.pop(order.key, None)
+        for runner in runners.values():
+            runner.graphs.clear()
         if group is not None:
             group.abort()
 
@@ -169,6 +172,8 @@ class Ranks:
         self._keys = itertools.count()
         self._dropped: deque[int] = deque()
         self._networks: Networks | None = None
+        self._runners: weakref.WeakSet[RankedRunner] = weakref.WeakSet()
+        self._hub.before_release = partial(_free_graphs, self._runners)
         weakref.finalize(self, self._hub.close)
         with self.together():
             self.device = rank_device(device, self._hub.seat)
@@ -191,7 +196,9 @@ class Ranks:
 
     def open(self, config: EngineConfig, speculation: SpeculationConfig) -> RankedRunner:
         """A runner on every rank; `config` is resolved. Raises what `Runner` raises."""
-        return RankedRunner(self, next(self._keys), config, speculation)
+        runner = RankedRunner(self, next(self._keys), config, speculation)
+        self._runners.add(runner)
+        return runner
 
     def together(self) -> AbstractContextManager[None]:
         """Around work that all ranks do; see `Hub.together`."""
@@ -263,6 +270,11 @@ class RankedRunner(Runner):
         staged = not isinstance(self.spans, NoSpans)
         self._ranks.tell(Run(self._key, plan, staged))
         return super().launch(plan)
+
+
+def _free_graphs(runners: Iterable[RankedRunner]) -> None:
+    for runner in runners:
+        runner.graphs.clear()
 
 
 @contextmanager
