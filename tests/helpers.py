@@ -22,11 +22,13 @@ from eyas.config import EngineConfig, SamplingParams, SpeculationConfig
 from eyas.engine.drafters import Network
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Status
+from eyas.kernels.accept import Settled, Slots
 from eyas.layers.linear import row_tile
 from eyas.model_config import DrafterConfig, MLAConfig, ModelConfig, MoEConfig
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
 from eyas.models.registry import allocate
+from eyas.speculate.accept import accept
 from eyas.speculate.drafter import Committed, DraftContext, Drafter
 from eyas.speculate.tree import Draft, chain_draft, tree_draft
 from eyas.tokenizer import Tokenizer
@@ -311,3 +313,25 @@ class ScriptedDrafter:
                 level[self._place(step)] = token
             drafts += level
         return drafts
+
+
+def fresh_slots(
+    count: int,
+    kv_lens: Sequence[int] | None = None,
+    index: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> Slots:
+    """Rows of `count` requests in empty slots, two more than requests; histories of 100 tokens."""
+    empty = torch.zeros(count + 2, dtype=torch.int64, device=device)
+    return Slots(
+        index=torch.tensor(index or range(count), device=device),
+        kv_lens=torch.tensor(kv_lens or [0] * count, device=device),
+        all_kv_lens=empty.clone(),
+        all_roots=empty.clone(),
+        history=empty[:, None].repeat(1, 100),
+    )
+
+
+def accepted_of(draft: Draft, drawn: torch.Tensor) -> Settled:
+    """What is accepted of a draft, whatever becomes of the slots."""
+    return accept(draft, drawn, fresh_slots(drawn.shape[0]))

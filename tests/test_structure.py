@@ -53,7 +53,7 @@ RANKS = {
 GROUND = {
     "config": {"errors"},
     "model_config": {"config"},
-    "kernels": {"sampling"},
+    "kernels": {"sampling", "kv"},
     "checkpoint": {"gguf_folder"},
     "distributed": {"fingerprint"},
     "cost": {"operations"},

@@ -7,8 +7,10 @@ import random
 import pytest
 import torch
 
-from eyas.speculate.accept import Accepted, accept
+from eyas.kernels.accept import Settled
+from eyas.speculate.accept import accept
 from eyas.speculate.tree import chain_draft, tree_draft
+from tests.helpers import accepted_of, fresh_slots
 
 
 def walk(tokens: list[int], parents: list[int], drawn: list[int]) -> tuple[list[int], list[int]]:
@@ -23,7 +25,7 @@ def walk(tokens: list[int], parents: list[int], drawn: list[int]) -> tuple[list[
         path.append(node)
 
 
-def check(accepted: Accepted, row: int, tokens: list[int], path: list[int]) -> None:
+def check(accepted: Settled, row: int, tokens: list[int], path: list[int]) -> None:
     count = int(accepted.counts[row])
     assert accepted.tokens[row, :count].tolist() == tokens
     assert accepted.path[row, :count].tolist() == path
@@ -40,7 +42,7 @@ def test_tree_walk(count: int, vocab: int) -> None:
     tokens = torch.randint(0, vocab, (rows, count + 1))
     drawn = torch.randint(0, vocab, (rows, count + 1))
     draft = tree_draft(tokens[:, 0], tokens[:, 1:], torch.tensor(parents), depth=count)
-    accepted = accept(draft, drawn)
+    accepted = accepted_of(draft, drawn)
     assert accepted.tokens.shape == (rows, count + 1)
     for row in range(rows):
         wanted, path = walk(tokens[row].tolist(), parents[row], drawn[row].tolist())
@@ -56,7 +58,7 @@ def test_chain_walk(count: int) -> None:
     for row in range(count):
         tokens[row, row + 1] += 1
     draft = chain_draft(tokens[:, 0], tokens[:, 1:])
-    accepted = accept(draft, drawn)
+    accepted = accepted_of(draft, drawn)
     assert accepted.counts.tolist() == list(range(1, count + 2))
     for row in range(count + 1):
         wanted, path = walk(tokens[row].tolist(), list(range(count)), drawn[row].tolist())
@@ -64,7 +66,7 @@ def test_chain_walk(count: int) -> None:
     as_tree = tree_draft(
         tokens[:, 0], tokens[:, 1:], torch.arange(count).expand(count + 1, -1), depth=count
     )
-    by_tree = accept(as_tree, drawn)
+    by_tree = accepted_of(as_tree, drawn)
     assert torch.equal(by_tree.counts, accepted.counts)
     assert torch.equal(by_tree.path, accepted.path)
     assert torch.equal(by_tree.tokens, accepted.tokens)
@@ -73,6 +75,21 @@ def test_chain_walk(count: int) -> None:
 def test_the_root_is_no_child_of_itself() -> None:
     """Fault: endless or wrong acceptance where a draw repeats the root token."""
     draft = tree_draft(torch.tensor([5]), torch.tensor([[1, 2]]), torch.tensor([[0, 0]]), depth=1)
-    accepted = accept(draft, torch.tensor([[5, 3, 4]]))
+    accepted = accepted_of(draft, torch.tensor([[5, 3, 4]]))
     assert accepted.counts.tolist() == [1]
     assert accepted.tokens[0, 0] == 5
+
+
+def test_slots_move_forward() -> None:
+    """Fault: a slot's row that does not follow what its request committed, or another's touched."""
+    draft = chain_draft(torch.tensor([5, 6]), torch.tensor([[1, 2], [3, 4]]))
+    slots = fresh_slots(2, kv_lens=[7, 20], index=[3, 1])
+    settled = accept(draft, torch.tensor([[1, 9, 8], [3, 4, 2]]), slots)
+    assert settled.out.tolist()[0][:3] == [2, 1, 9]
+    assert settled.out.tolist()[1] == [3, 3, 4, 2]
+    assert slots.all_kv_lens.tolist() == [0, 23, 0, 9]
+    assert slots.all_roots.tolist() == [0, 2, 0, 9]
+    assert slots.history[3, 8:10].tolist() == [1, 9]
+    assert slots.history[1, 21:24].tolist() == [3, 4, 2]
+    assert not slots.history[[0, 2]].any()
+    assert settled.positions.tolist() == [[7, 8, 9], [20, 21, 22]]

@@ -8,13 +8,13 @@ import torch
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig
 from eyas.errors import ConfigError
 from eyas.sampling import SamplingRows
-from eyas.speculate.accept import accept
 from eyas.speculate.simulate import decree, rates_for
 from eyas.speculate.tree import Draft, chain_draft, tree_draft
 from tests.helpers import (
     NONE,
     TREES,
     Job,
+    accepted_of,
     chain,
     make_engine,
     random_prompts,
@@ -50,7 +50,7 @@ def test_rates_hold(kind: str) -> None:
     drawn = torch.randint(0, 9, (count, 5), generator=torch.Generator().manual_seed(1))
     rates = torch.tensor([0.9, 0.5, 0.7, 0.2][: draft.depth])
     changed = decree(draft, drawn, rows(count), torch.full((count,), 77), rates)
-    counts = accept(draft, changed).counts
+    counts = accepted_of(draft, changed).counts
     reached = torch.stack([(counts > i).float().mean() for i in range(1, draft.depth + 1)])
     wanted = rates.cumprod(0)
     spread = (wanted * (1 - wanted) / count).sqrt()
@@ -64,7 +64,7 @@ def test_all_or_nothing(kind: str, rate: float, length: int | None) -> None:
     draft = drafts(50, kind)
     drawn = draft.tokens.roll(-1, 1)
     rates = torch.full((draft.depth,), rate)
-    counts = accept(draft, decree(draft, drawn, rows(50), torch.arange(50), rates)).counts
+    counts = accepted_of(draft, decree(draft, drawn, rows(50), torch.arange(50), rates)).counts
     assert (counts == (length or draft.depth + 1)).all()
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from eyas.config import MAX_NODES
-from eyas.speculate.tree import Draft, chain_draft, popcount, select_nodes, tree_draft
+from eyas.kernels.tree import popcount, select_nodes
+from eyas.speculate.tree import Draft, chain_draft, tree_draft
 
 
 def random_parents(rng: random.Random, count: int) -> list[int]:

@@ -17,10 +17,11 @@ from eyas.batch import ForwardBatch, ForwardMode, PassShape
 from eyas.distributed.group import Group
 from eyas.engine.state import DeviceState
 from eyas.kernels.draw import draw
-from eyas.kv.pool import KVPool, flat_rows
+from eyas.kernels.move import keep_path
+from eyas.kv.pool import KVPool
 from eyas.models.decoder import Decoder
 from eyas.spans import Spans
-from eyas.speculate.accept import Accepted, accept
+from eyas.speculate.accept import accept
 from eyas.speculate.drafter import Committed, DraftContext, Drafter
 from eyas.speculate.simulate import decree
 from eyas.speculate.tree import Draft
@@ -62,17 +63,22 @@ def cycle(parts: Parts, slots: torch.Tensor, shape: PassShape, spans: Spans) -> 
     drawn = draw(logits, context.rows, positions, 1, **kind).view(-1, num_nodes)
     if parts.decreed is not None and num_nodes > 1:
         drawn = decree(draft, drawn, context.rows, context.kv_lens, parts.decreed)
-    accepted = accept(draft, group.share(drawn))
+    slot_rows = parts.state.to_settle(slots, context.kv_lens)
+    settled = accept(draft, group.share(drawn), slot_rows)
     spans.mark("commit")
-    _commit(parts, context, draft, accepted)
+    if not draft.is_chain:
+        table, path = context.page_table, settled.path
+        keep_path(parts.pool, table, context.kv_lens, path, settled.counts)
     spans.mark("extend")
-    if aux is not None:
-        wanted = accepted.path[:, :, None].expand(-1, -1, aux.shape[-1])
-        aux = aux.view(-1, num_nodes, aux.shape[-1]).gather(1, wanted)
-    committed = Committed(tokens=accepted.tokens, aux=aux, counts=accepted.counts)
+    committed = Committed(
+        tokens=settled.tokens,
+        positions=settled.positions,
+        aux=None if aux is None else _along(draft, settled.path, aux),
+        counts=settled.counts,
+    )
     parts.drafter.update(context, committed, ForwardMode.DRAFT_EXTEND)
     spans.mark(None)
-    return torch.cat((accepted.counts[:, None], accepted.tokens), dim=1)
+    return settled.out
 
 
 def prefill(
@@ -91,10 +97,11 @@ def prefill(
     """
     context = _context(parts, slots, shape)
     positions = context.kv_lens[:, None] + torch.arange(shape.num_new, device=slots.device)
+    positions = positions.clamp(max=parts.state.history.shape[1] - 1)
     batch = ForwardBatch(
         mode=ForwardMode.EXTEND,
         tokens=chunk.flatten(),
-        positions=positions.clamp(max=parts.state.history.shape[1] - 1).flatten(),
+        positions=positions.flatten(),
         prefix_lens=context.kv_lens,
         page_table=context.page_table,
         num_new=shape.num_new,
@@ -121,21 +128,20 @@ def prefill(
     parts.state.roots[slots] = drawn
     if aux is not None:
         aux = aux.view(-1, shape.num_new, aux.shape[-1])
-    parts.drafter.update(
-        context, Committed(tokens=behind, aux=aux, counts=counts), ForwardMode.EXTEND
-    )
+    committed = Committed(tokens=behind, positions=positions, aux=aux, counts=counts)
+    parts.drafter.update(context, committed, ForwardMode.EXTEND)
     return drawn
 
 
 def _context(parts: Parts, slots: torch.Tensor, shape: PassShape) -> DraftContext:
-    state = parts.state
+    roots, kv_lens, page_table, rows = parts.state.fetch(slots)
     return DraftContext(
         slots=slots,
-        roots=state.roots[slots],
-        kv_lens=state.kv_lens[slots],
-        page_table=state.page_table[slots],
-        history=state.history,
-        rows=state.sampling_rows(slots),
+        roots=roots,
+        kv_lens=kv_lens,
+        page_table=page_table,
+        history=parts.state.history,
+        rows=rows,
         sampled=shape.sampled,
         max_kv_len=shape.max_kv_len,
     )
@@ -191,18 +197,12 @@ def _target(parts: Parts, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tens
     return hidden, aux
 
 
-def _commit(parts: Parts, context: DraftContext, draft: Draft, accepted: Accepted) -> None:
-    """Make accepted KV contiguous and move the slots' rows forward."""
-    state, slots = parts.state, context.slots
-    if not draft.is_chain:
-        offsets = torch.arange(draft.depth + 1, device=slots.device)
-        valid = offsets < accepted.counts[:, None]
-        source = torch.where(valid, accepted.path, offsets)
-        start, page_size = context.kv_lens[:, None], parts.pool.page_size
-        moved = flat_rows(context.page_table, start + source, page_size)
-        kept = flat_rows(context.page_table, start + offsets, page_size)
-        parts.pool.move(moved.flatten(), kept.flatten())
-    state.write_history(slots, context.kv_lens + 1, accepted.tokens)
-    last = (accepted.counts - 1)[:, None]
-    state.roots[slots] = accepted.tokens.gather(1, last)[:, 0]
-    state.kv_lens[slots] = context.kv_lens + accepted.counts
+def _along(draft: Draft, path: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+    """States [B, depth + 1, A] of the nodes on the path int64[B, depth + 1], of aux [B * N, A].
+
+    Past the counts they mean nothing: a chain's are taken as they are.
+    """
+    aux = aux.view(*draft.tokens.shape, aux.shape[-1])
+    if draft.is_chain:
+        return aux
+    return aux.gather(1, path[:, :, None].expand(-1, -1, aux.shape[-1]))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from eyas.batch import StepPlan
+from eyas.kernels.accept import Slots
+from eyas.kernels.rows import take_rows
 from eyas.sampling import SamplingRows
 
 
@@ -70,16 +72,23 @@ class DeviceState:
         """Bring the dummy slot back to an empty sequence: padded cycles move it forward."""
         self.kv_lens[self.dummy_slot :].zero_()
 
-    def sampling_rows(self, slots: torch.Tensor) -> SamplingRows:
-        """Sampling parameters of `slots` int64[B]."""
-        rows = self.sampling
-        return SamplingRows(
-            temperature=rows.temperature[slots],
-            top_k=rows.top_k[slots],
-            top_p=rows.top_p[slots],
-            min_p=rows.min_p[slots],
-            seed=rows.seed[slots],
+    def fetch(
+        self, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, SamplingRows]:
+        """Roots, KV lengths, page table and sampling parameters of `slots` int64[B]; copies."""
+        own, given = (self.roots, self.kv_lens, self.page_table), self.sampling
+        filters = (given.top_k, given.top_p, given.min_p)
+        roots, kv_lens, table, temperature, seed, top_k, top_p, min_p = take_rows(
+            slots, *own, given.temperature, given.seed, *filters
         )
+        rows = SamplingRows(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+        )
+        return roots, kv_lens, table, rows
+
+    def to_settle(self, slots: torch.Tensor, kv_lens: torch.Tensor) -> Slots:
+        """What a cycle's acceptance reads and writes of `slots` int64[B]."""
+        return Slots(slots, kv_lens, self.kv_lens, self.roots, self.history)
 
     def write_history(self, slots: torch.Tensor, start: torch.Tensor, tokens: torch.Tensor) -> None:
         """Store tokens int64[B, M] at sequence indices `start + 0..M-1` of `slots`."""

@@ -60,6 +60,7 @@ class KVPool:
 
     KV heads stand outside pages, so that gathering a request's pages gives [Hkv, positions, D]
     without another copy. In a latent pool `v` is a view of the first numbers of every key.
+    `kept` are the tensors that hold all of it.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class KVPool:
             self.v = self.k[..., : shape.value_dim]
         else:
             self.v = _zeros((*sizes, shape.value_dim), dtype, device)
-        self._kept = (self.k,) if shape.latent else (self.k, self.v)
+        self.kept = (self.k,) if shape.latent else (self.k, self.v)
 
     def write(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [T, Hkv, D] at flat positions `rows` int64[T] of `layer`; latent: k alone.
@@ -86,7 +87,7 @@ class KVPool:
         What is not finite is stored as zero. Hidden positions are read with weight zero, and zero
         times NaN is NaN: one request that overflows would spoil all that share or reuse a page.
         """
-        for pooled, new in zip(self._kept, (k, v), strict=False):
+        for pooled, new in zip(self.kept, (k, v), strict=False):
             finite = new.transpose(0, 1).to(pooled.dtype).nan_to_num(0.0, 0.0, 0.0)
             pooled[layer].index_copy_(1, rows, finite)
 
@@ -102,13 +103,13 @@ class KVPool:
 
         Of a latent pool only the keys: they hold the values.
         """
-        for pooled, out in zip(self._kept, (keys, values), strict=False):
+        for pooled, out in zip(self.kept, (keys, values), strict=False):
             paged = pooled[layer].view(-1, self.page_size * pooled.shape[-1])
             torch.index_select(paged, 0, rows, out=out)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy flat positions `source` int64[M] onto `target` int64[M] in every layer."""
-        for tensor in self._kept:
+        for tensor in self.kept:
             tensor.index_copy_(2, target, tensor.index_select(2, source))
 
 

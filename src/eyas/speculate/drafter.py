@@ -47,6 +47,8 @@ class Committed:
 
     tokens: torch.Tensor
     """int64[B, M]: the token after each row's position."""
+    positions: torch.Tensor
+    """int64[B, M]: each row's position; within the history in all rows."""
     aux: torch.Tensor | None
     """[B, M, num_aux * E]: target states at each row's position."""
     counts: torch.Tensor

@@ -12,6 +12,7 @@ import torch
 from eyas.attention import PagedAttention, paged_attention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
+from eyas.kernels.rows import take_rows
 from eyas.kv.pool import KVPool
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
@@ -58,12 +59,10 @@ class Eagle3Drafter:
         """Extend the drafter's KV over the committed rows; keep the next first candidates."""
         assert committed.aux is not None, "an EAGLE-3 drafter needs the target's hidden states"
         count = committed.tokens.shape[1]
-        positions = context.kv_lens[:, None] + torch.arange(count, device=self.pool.k.device)
-        positions = positions.clamp(max=context.history.shape[1] - 1)
         batch = ForwardBatch(
             mode=mode,
             tokens=committed.tokens.flatten(),
-            positions=positions.flatten(),
+            positions=committed.positions.flatten(),
             prefix_lens=context.kv_lens,
             page_table=context.page_table,
             num_new=count,
@@ -71,9 +70,8 @@ class Eagle3Drafter:
         )
         aux = committed.aux.flatten(0, 1)
         fused = self.network.fuse(aux if self.network.config.fused else self.target.norm(aux))
-        last = torch.arange(-1, fused.shape[0] - 1, count, device=fused.device) + committed.counts
         states = self._forward(self.network, batch, fused)
-        normed, fed_back = (state.index_select(0, last) for state in states)
+        normed, fed_back = take_rows(committed.counts, *states, step=count, offset=-1)
         logits = self._drafting(normed.shape[0]).score(normed, self.target.logits)
         self.growth.start(context, committed.counts, logits, fed_back)
 

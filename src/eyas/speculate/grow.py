@@ -7,7 +7,6 @@ section 4). Knows neither networks nor caches: a pass over draft rows is a funct
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,8 +14,10 @@ import torch
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
 from eyas.kernels.draw import candidates
+from eyas.kernels.grow import Frontier, advance, first_pool
+from eyas.kernels.rows import put_rows, take_rows
 from eyas.speculate.drafter import DraftContext
-from eyas.speculate.tree import Draft, chain_draft, select_nodes, tree_draft
+from eyas.speculate.tree import Draft, best_draft, chain_draft
 
 
 class DraftPass(Protocol):
@@ -47,6 +48,8 @@ class Growth:
         self.hidden = hidden
         self.tokens = torch.zeros(slots, config.eagle_topk, dtype=torch.int64, device=device)
         self.scores = torch.zeros(slots, config.eagle_topk, device=device)
+        self._lanes = torch.arange(config.eagle_topk, device=device)
+        self._own = torch.ones_like(self._lanes) << self._lanes
 
     def start(
         self,
@@ -59,10 +62,10 @@ class Growth:
 
         logits [B, Vd] and the fed-back state `hidden` [B, F] are those of the row that draws them.
         """
-        tokens, scores = self._candidates(logits, context, context.kv_lens + counts, 1)
-        self.hidden[context.slots] = hidden
-        self.tokens[context.slots] = tokens
-        self.scores[context.slots] = scores
+        index = context.kv_lens + counts if context.sampled else counts
+        tokens, scores = self._candidates(logits, context, index, 1)
+        kept = (self.hidden, self.tokens, self.scores)
+        put_rows(context.slots, kept, (hidden, tokens, scores))
 
     def grow(self, context: DraftContext, prefix_lens: torch.Tensor) -> Draft:
         """Grow the tree one level a pass from the kept candidates.
@@ -70,90 +73,86 @@ class Growth:
         Draft rows are written behind `prefix_lens` int64[B], the entries that all of them see; a
         row's position is that of its level behind them.
         """
-        topk, steps = self.config.eagle_topk, self.config.num_steps
-        frontier = self._first_level(context)
-        tokens, scores, parents = [frontier.tokens], [frontier.scores], [frontier.parents]
-        for step in range(1, steps):
-            children, hidden = self._expand(context, prefix_lens, frontier, step)
-            base = topk + (step - 1) * topk * topk
-            tokens.append(children.tokens)
-            scores.append(children.scores)
-            parents.append(children.parents)
-            frontier = self._next_frontier(children, hidden, frontier, base, step)
-        pool_tokens = torch.cat(tokens, dim=1)
-        if topk == 1:
-            return chain_draft(context.roots, pool_tokens)
-        chosen, nodes = select_nodes(
-            torch.cat(scores, dim=1), torch.cat(parents, dim=1), self.config.num_draft_tokens - 1
-        )
-        drafts = pool_tokens.gather(1, chosen)
-        return tree_draft(context.roots, drafts, nodes, self.config.depth)
+        kept = take_rows(context.slots, self.hidden, self.tokens, self.scores)
+        grow = self._chain if self.config.eagle_topk == 1 else self._tree
+        return grow(context, prefix_lens, *kept)
 
-    def _first_level(self, context: DraftContext) -> _Frontier:
-        slots, topk = context.slots, self.config.eagle_topk
-        own = torch.ones(topk, dtype=torch.int64, device=slots.device)
-        own = own << torch.arange(topk, device=slots.device)
-        hidden = self.hidden[slots][:, None].expand(-1, topk, -1)
-        tokens = self.tokens[slots]
-        return _Frontier(
+    def _chain(
+        self,
+        context: DraftContext,
+        prefix_lens: torch.Tensor,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> Draft:
+        """A tree of width 1: every row's child is its likeliest token."""
+        drafts = [tokens]
+        for step in range(1, self.config.num_steps):
+            positions = prefix_lens + (step - 1) if step > 1 else prefix_lens
+            logits, hidden = self._pass(context, prefix_lens, tokens, positions, hidden, step)
+            tokens, _ = self._candidates(logits, context, context.kv_lens, step + 1)
+            drafts.append(tokens)
+        return chain_draft(context.roots, torch.cat(drafts, dim=1))
+
+    def _tree(
+        self,
+        context: DraftContext,
+        prefix_lens: torch.Tensor,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> Draft:
+        """Every level's nodes are the best children of the last level's."""
+        steps, topk = self.config.num_steps, tokens.shape[1]
+        pool = first_pool(tokens, scores, steps)
+        frontier = Frontier(
             tokens=tokens,
-            scores=self.scores[slots],
-            parents=torch.full_like(tokens, -1),
-            pool_index=torch.arange(topk, device=slots.device).expand_as(tokens),
-            hidden=hidden,
-            bits=own.expand_as(tokens),
+            scores=scores,
+            pool_index=self._lanes.expand_as(tokens),
+            bits=self._own.expand_as(tokens),
+            positions=prefix_lens[:, None].expand_as(tokens),
+            rows=self._lanes,
         )
+        hidden = hidden.repeat_interleave(topk, dim=0)
+        for step in range(1, steps):
+            logits, states = self._pass(
+                context,
+                prefix_lens,
+                frontier.tokens,
+                frontier.positions,
+                hidden,
+                step,
+                frontier.bits,
+            )
+            found = self._candidates(logits, context, context.kv_lens, step + 1)
+            frontier = advance(*found, frontier, pool, prefix_lens, step)
+            hidden = states.index_select(0, frontier.rows.flatten())
+        return best_draft(context.roots, pool, self.config.num_draft_tokens, self.config.depth)
 
-    def _expand(
-        self, context: DraftContext, prefix_lens: torch.Tensor, frontier: _Frontier, step: int
-    ) -> tuple[_Children, torch.Tensor]:
-        """Run the frontier's nodes; children [B, topk * topk] and fed-back states [B, topk, F]."""
-        num_requests, topk = frontier.tokens.shape
-        positions = (prefix_lens + step - 1)[:, None].expand(-1, topk)
+    def _pass(
+        self,
+        context: DraftContext,
+        prefix_lens: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        step: int,
+        bits: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run rows of `tokens` int64[B, topk] over what was drafted; see `DraftPass`."""
+        topk = tokens.shape[1]
         batch = ForwardBatch(
             mode=ForwardMode.DRAFT_DECODE,
-            tokens=frontier.tokens.flatten(),
+            tokens=tokens.flatten(),
             positions=positions.flatten(),
             prefix_lens=prefix_lens,
             page_table=context.page_table,
             num_new=topk,
             max_kv_len=context.max_kv_len,
-            ancestors=frontier.bits.flatten() if topk > 1 else None,
+            ancestors=None if bits is None else bits.flatten(),
             tail_offset=(step - 1) * topk,
         )
-        logits, hidden = self._run(batch, frontier.hidden.flatten(0, 1))
-        tokens, scores = self._candidates(logits, context, context.kv_lens, step + 1)
-        total = scores.view(num_requests, topk, topk) + frontier.scores[:, :, None]
-        parents = frontier.pool_index[:, :, None].expand(-1, -1, topk)
-        children = _Children(
-            tokens=tokens.view(num_requests, -1),
-            scores=total.flatten(1),
-            parents=parents.flatten(1),
-        )
-        return children, hidden.view(num_requests, topk, hidden.shape[-1])
-
-    def _next_frontier(
-        self,
-        children: _Children,
-        hidden: torch.Tensor,
-        frontier: _Frontier,
-        base: int,
-        step: int,
-    ) -> _Frontier:
-        """The topk best children; `base` is the pool index of the first child."""
-        topk = self.config.eagle_topk
-        order = torch.sort(children.scores, dim=1, descending=True, stable=True).indices
-        best = order[:, :topk]
-        parent = best // topk
-        own = torch.ones_like(best) << (step * topk + torch.arange(topk, device=best.device))
-        return _Frontier(
-            tokens=children.tokens.gather(1, best),
-            scores=children.scores.gather(1, best),
-            parents=children.parents.gather(1, best),
-            pool_index=best + base,
-            hidden=hidden.gather(1, parent[:, :, None].expand(-1, -1, hidden.shape[-1])),
-            bits=frontier.bits.gather(1, parent) | own,
-        )
+        return self._run(batch, hidden)
 
     def _candidates(
         self, logits: torch.Tensor, context: DraftContext, index: torch.Tensor, ahead: int
@@ -169,26 +168,3 @@ class Growth:
             sampled=context.sampled,
             noise=self.config.shared_noise,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Children:
-    """Candidates of one level, [B, topk * topk] each; parents index the pool."""
-
-    tokens: torch.Tensor
-    scores: torch.Tensor
-    parents: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Frontier:
-    """Nodes that grow next, [B, topk] each."""
-
-    tokens: torch.Tensor
-    scores: torch.Tensor
-    parents: torch.Tensor
-    pool_index: torch.Tensor
-    hidden: torch.Tensor
-    """[B, topk, F]: what the parent's pass fed back."""
-    bits: torch.Tensor
-    """int64: ancestors among the draft rows written so far, own row included."""

@@ -1,7 +1,8 @@
-"""Draft trees: topology, ancestor masks, and the choice of nodes by score.
+"""Draft trees as a cycle passes them on.
 
-A tree has N nodes a request; node 0 is the root, a parent stands before its children, and bit j of
-a node's mask says that it sees node j. Tensors only; nothing here knows tokens' meaning.
+How they are made stands in `eyas.kernels.tree`. A tree has N nodes a request; node 0 is the root, a
+parent stands before its children, and bit j of a node's mask says that it sees node j. Tensors
+only; nothing here knows tokens' meaning.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from eyas.kernels.tree import Nodes, Pool, chain, plant, tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +34,7 @@ class Draft:
 
 def chain_draft(roots: torch.Tensor, drafts: torch.Tensor) -> Draft:
     """A chain from roots int64[B] and drafts int64[B, K]."""
-    tokens = torch.cat((roots[:, None], drafts), dim=1)
-    count = tokens.shape[1]
-    depths = torch.arange(count, device=tokens.device)
-    bits = (torch.ones_like(depths) << (depths + 1)) - 1
-    return Draft(
-        tokens=tokens,
-        parents=(depths - 1).clamp(min=0).expand_as(tokens),
-        depths=depths.expand_as(tokens),
-        ancestors=bits.expand_as(tokens),
-        depth=count - 1,
-        is_chain=True,
-    )
+    return _draft(chain(roots, drafts), drafts.shape[1], True)
 
 
 def tree_draft(
@@ -52,40 +44,21 @@ def tree_draft(
 
     A parent's index must be lower than its child's.
     """
-    tokens = torch.cat((roots[:, None], drafts), dim=1)
-    parents = torch.cat((torch.zeros_like(roots)[:, None], parents), dim=1)
-    own = torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device)
-    ancestors = own
-    for _ in range(depth):
-        ancestors = own | ancestors.gather(1, parents)
+    return _draft(tree(roots, drafts, parents, depth), depth, False)
+
+
+def best_draft(roots: torch.Tensor, pool: Pool, count: int, depth: int) -> Draft:
+    """The tree of the roots int64[B] and the `count - 1` best candidates of a pool."""
+    return _draft(plant(roots, pool, count, depth), depth, False)
+
+
+def _draft(nodes: Nodes, depth: int, is_chain: bool) -> Draft:
+    tokens, parents, depths, ancestors = nodes
     return Draft(
         tokens=tokens,
         parents=parents,
-        depths=popcount(ancestors) - 1,
+        depths=depths,
         ancestors=ancestors,
         depth=depth,
-        is_chain=False,
+        is_chain=is_chain,
     )
-
-
-def popcount(bits: torch.Tensor) -> torch.Tensor:
-    """Number of set bits of int64 masks, same shape."""
-    places = torch.arange(64, device=bits.device)
-    return ((bits[..., None] >> places) & 1).sum(-1)
-
-
-def select_nodes(
-    scores: torch.Tensor, parents: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` best candidates of a pool and their parents as node indices of the tree.
-
-    scores float32[B, M]; parents int64[B, M] index the pool, -1 is the root. Returns pool indices
-    int64[B, count], ascending, and node indices int64[B, count] (0 the root, n the n-th chosen).
-    A child never outscores its parent and stands behind it, so chosen nodes keep their parents
-    (EAGLE-2, arXiv 2406.16858, section 4.2); ties go to the lower index.
-    """
-    order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
-    chosen = order.sort(dim=1).values
-    wanted = parents.gather(1, chosen)
-    place = torch.searchsorted(chosen, wanted.clamp(min=0)) + 1
-    return chosen, torch.where(wanted < 0, 0, place)
