@@ -124,7 +124,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         current = count - 1
     else:
         parents = tl.load(parents_ptr + first + node, inside, -1)
-        current, count, alive = 0, 1, 1
+        current = request * 0
+        count, alive = current + 1, current + 1
         path = tl.zeros([PLACES], tl.int32)
         for step in range(1, depth + 1):
             wanted = tl.load(drawn_ptr + first + current)
@@ -161,6 +162,7 @@ def settle_triton(
 ) -> Settled:
     """See `settle`."""
     requests, nodes = tokens.shape
+    slots = slots._replace(index=slots.index.contiguous())
     shapes = ((requests, depth + 2), (requests, depth + 1), (requests,))
     out, committed, counts = (
         torch.empty(s, dtype=torch.int64, device=tokens.device) for s in shapes

@@ -182,6 +182,7 @@ def best_triton(
     sums = torch.empty(count, tiles, dtype=torch.float32, device=device)
     tokens = torch.empty(count, topk, dtype=torch.int64, device=device)
     scores = torch.empty(count, topk, dtype=torch.float32, device=device)
+    index = index.contiguous()
     columns, mapped = index if ids is None else ids, ids is not None
     _tile_kernel[(count, tiles)](
         logits,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from eyas.kernels.lang import tl, triton
+from eyas.kernels.lang import runs_kernels, tl, triton
 
 PAIRS = 16
 """Pairs per tile: the fewest a tensor core takes."""
@@ -198,7 +198,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 def suits(x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor) -> bool:
     """Whether so few rows x [T, H] are for `experts_triton`; follows from shapes and device."""
-    return x.is_cuda and ids.numel() <= PAIRS_PER_EXPERT * gate_up.shape[0]
+    return runs_kernels(x) and ids.numel() <= PAIRS_PER_EXPERT * gate_up.shape[0]
 
 
 def experts_triton(

@@ -13,7 +13,10 @@ import torch
 try:
     import triton
     import triton.language as tl
+
+    INTERPRETED: bool = triton.knobs.runtime.interpret
 except ImportError:
+    INTERPRETED = False
 
     class _NoTriton:
         """Decorators that leave kernels uncompiled; nobody launches them here."""
@@ -28,8 +31,11 @@ __all__ = ["block_of", "runs_kernels", "tl", "triton", "warps_of"]
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
-    """Whether an operation on `x` launches its kernel: on a GPU, and where no gradient is asked."""
-    return x.is_cuda and not torch.is_grad_enabled()
+    """Whether an operation on `x` launches its kernel, and not the reference.
+
+    It does on a GPU, or where Triton interprets, unless a gradient may be asked for.
+    """
+    return (x.is_cuda or INTERPRETED) and not torch.is_grad_enabled()
 
 
 def block_of(size: int) -> int:

@@ -89,6 +89,7 @@ def _launch(
     missing = MOST - len(sources)
     widths = [t[0].numel() for t in sources] + [0] * missing
     blocks = triton.cdiv(max(widths), BLOCK)
+    index = index.contiguous()
     _kernel[(index.shape[0], blocks)](
         index,
         step,

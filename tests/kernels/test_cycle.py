@@ -1,0 +1,53 @@
+"""Whole cycles through the kernels write what they write through the references."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import eyas
+from eyas.config import SamplingParams, SpeculationConfig
+from tests.helpers import Job, make_engine, run_all, tiny_drafter, tiny_target
+from tests.kernels.running import DEVICE
+
+SHAPES = {
+    "none": SpeculationConfig(algorithm="NONE"),
+    "chain": SpeculationConfig.chain(3),
+    "tree": SpeculationConfig(num_steps=3, eagle_topk=2, num_draft_tokens=6),
+}
+TOKENS = 7
+
+
+def write() -> dict[str, list[list[int]]]:
+    """What two requests, greedy and sampled, say under every shape."""
+    said = {}
+    for name, shape in SHAPES.items():
+        engine = make_engine(tiny_target(), tiny_drafter(), shape)
+        prompts = [(5, 6, 7, 8), (9, 3, 9, 3, 9)]
+        kinds = [SamplingParams(max_tokens=TOKENS, ignore_eos=True)]
+        kinds.append(SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=2))
+        jobs = [Job(prompt=p, params=k) for p, k in zip(prompts, kinds, strict=True)]
+        said[name] = [list(request.output) for request in run_all(engine, jobs)]
+    return said
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
+def test_interpreted_cycles_write_the_same_text() -> None:
+    """Fault: kernels that agree with their references one by one but are put together wrongly."""
+    source = Path(eyas.__file__).parents[1]
+    path = os.pathsep.join((str(source), str(Path(__file__).parents[2])))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, str(Path(__file__))]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == write()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.stdout.write(json.dumps(write()))
