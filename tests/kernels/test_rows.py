@@ -32,8 +32,8 @@ def run_grid() -> None:
         wanted = module.take_rows_reference(index, *every[:count])
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     counts = torch.tensor([1, 3, 2, 3], device=DEVICE)
-    found = module.take_rows_triton(counts, *every, step=3, offset=-1)
-    for ours, tensor in zip(found, every, strict=True):
+    stepped = module.take_rows_triton(counts, *every, step=3, offset=-1)
+    for ours, tensor in zip(stepped, every, strict=True):
         assert torch.equal(ours, tensor[[0, 5, 7, 11]])
     index = torch.tensor([[2, 0], [9, 0], [4, 0]], device=DEVICE)[:, 0]
     ours, theirs = ([t.clone() for t in every] for _ in range(2))
@@ -58,8 +58,8 @@ def test_kernel_equals_reference() -> None:
 def test_steps_and_offsets() -> None:
     """Fault: the last committed row of another request."""
     table = torch.arange(12)
-    (found,) = module.take_rows(torch.tensor([1, 3, 2]), table, step=4, offset=-1)
-    assert found.tolist() == [0, 6, 9]
+    (last,) = module.take_rows(torch.tensor([1, 3, 2]), table, step=4, offset=-1)
+    assert last.tolist() == [0, 6, 9]
 
 
 def test_compiles_for_hopper() -> None:
