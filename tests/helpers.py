@@ -324,7 +324,7 @@ def fresh_slots(
     """Rows of `count` requests in empty slots, two more than requests; histories of 100 tokens."""
     empty = torch.zeros(count + 2, dtype=torch.int64, device=device)
     return Slots(
-        index=torch.tensor(index or range(count), device=device),
+        slots=torch.tensor(index or range(count), device=device),
         kv_lens=torch.tensor(kv_lens or [0] * count, device=device),
         all_kv_lens=empty.clone(),
         all_roots=empty.clone(),

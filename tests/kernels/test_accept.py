@@ -25,7 +25,7 @@ def same(found: Settled, wanted: Settled, ours: Slots, theirs: Slots) -> None:
         used = slice(0, count)
         assert torch.equal(found.tokens[request, used], wanted.tokens[request, used])
         assert torch.equal(found.out[request, : count + 1], wanted.out[request, : count + 1])
-        slot, start = int(ours.index[request]), int(ours.kv_lens[request])
+        slot, start = int(ours.slots[request]), int(ours.kv_lens[request])
         # at the very end the reference crowds what overflows into the last place
         known = slice(0, min(start + count + 1, ours.history.shape[1] - 1))
         assert torch.equal(ours.history[slot, known], theirs.history[slot, known])

@@ -33,8 +33,8 @@ def run_grid() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     counts = torch.tensor([1, 3, 2, 3], device=DEVICE)
     stepped = module.take_rows_triton(counts, *every, step=3, offset=-1)
-    for ours, tensor in zip(stepped, every, strict=True):
-        assert torch.equal(ours, tensor[[0, 5, 7, 11]])
+    for part, tensor in zip(stepped, every, strict=True):
+        assert torch.equal(part, tensor[[0, 5, 7, 11]])
     index = torch.tensor([[2, 0], [9, 0], [4, 0]], device=DEVICE)[:, 0]
     ours, theirs = ([t.clone() for t in every] for _ in range(2))
     new = tuple(t[:3] for t in tensors(5))

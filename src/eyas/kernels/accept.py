@@ -17,8 +17,8 @@ from eyas.kernels.lang import block_of, runs_kernels, tl, triton
 class Slots(NamedTuple):
     """The rows of B requests, and where all slots' rows lie."""
 
-    index: torch.Tensor
-    """int64[B]: which slots."""
+    slots: torch.Tensor
+    """int64[B]: which ones."""
     kv_lens: torch.Tensor
     """int64[B]: committed KV length before the cycle."""
     all_kv_lens: torch.Tensor
@@ -59,14 +59,14 @@ def walk(
     hit = tokens == drawn.gather(1, parents)
     current = torch.zeros_like(drawn[:, :1])
     alive = torch.ones_like(current, dtype=torch.bool)
-    path, counts = [current], torch.ones_like(current)
+    taken, counts = [current], torch.ones_like(current)
     for _ in range(depth):
         child = hit & (parents == current) & (nodes > 0) & alive
         alive = child.any(1, keepdim=True)
         current = torch.where(alive, child.long().argmax(1, keepdim=True), 0)
-        path.append(current)
+        taken.append(current)
         counts = counts + alive
-    return torch.cat(path, dim=1), counts[:, 0]
+    return torch.cat(taken, dim=1), counts[:, 0]
 
 
 def settle_reference(
@@ -82,9 +82,9 @@ def settle_reference(
     committed = drawn.gather(1, path)
     index = slots.kv_lens[:, None] + torch.arange(depth + 2, device=drawn.device)
     index = index.clamp(max=slots.history.shape[1] - 1)
-    slots.history[slots.index[:, None], index[:, 1:]] = committed
-    slots.all_roots[slots.index] = committed.gather(1, (counts - 1)[:, None])[:, 0]
-    slots.all_kv_lens[slots.index] = slots.kv_lens + counts
+    slots.history[slots.slots[:, None], index[:, 1:]] = committed
+    slots.all_roots[slots.slots] = committed.gather(1, (counts - 1)[:, None])[:, 0]
+    slots.all_kv_lens[slots.slots] = slots.kv_lens + counts
     out = torch.cat((counts[:, None], committed), dim=1)
     return Settled(out, committed, counts, path, index[:, :-1])
 
@@ -162,7 +162,7 @@ def settle_triton(
 ) -> Settled:
     """See `settle`."""
     requests, nodes = tokens.shape
-    slots = slots._replace(index=slots.index.contiguous())
+    slots = slots._replace(slots=slots.slots.contiguous())
     shapes = ((requests, depth + 2), (requests, depth + 1), (requests,))
     out, committed, counts = (
         torch.empty(s, dtype=torch.int64, device=tokens.device) for s in shapes
