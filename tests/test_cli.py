@@ -24,7 +24,7 @@ from tests.chat_model import write_chat_model, write_drafter
 ENGINE = (
     "--chunked-prefill-size --context-length --cuda-graph-max-bs --device --disable-cuda-graph "
     "--draft-weights --dtype --load-format --memory-limit --overlap "
-    "--simulate-accept-length --simulate-acceptance "
+    "--simulate-accept-length --simulate-acceptance --tokenizer "
     "--max-running-requests --num-pages --page-size --tp"
 )
 DRAFTER = "--drafter-aux-layers --drafter-feedback --drafter-rope-theta"

@@ -281,6 +281,8 @@ def _load(
 ) -> LLM:
     from eyas.engine.engine import LLM
 
+    if engine.simulated:
+        typer.secho(f"SIMULATED: {engine.simulated}", fg="red", err=True)
     return LLM(
         model,
         drafter=None if drafter == "none" else drafter,

@@ -180,6 +180,7 @@ class EngineConfig(Strict):
     disable_cuda_graph: bool = option(False, "run cycles without CUDA graphs")
     cuda_graph_max_bs: int = option(0, "most requests of a captured cycle; 0: all that may run")
     overlap: str = option("auto", "read results one cycle late: on, off, or auto (on a GPU)")
+    tokenizer: str = option("", "checkpoint whose tokenizer the model shares; none: its own")
     load_format: str = option("auto", "auto reads weights; dummy draws random ones, for timing")
     simulate_accept_length: float = option(0.0, "mean accept length by decree, for timing; 0: real")
     simulate_acceptance: tuple[float, ...] = option((), "the same, a rate for each draft position")

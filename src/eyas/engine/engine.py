@@ -216,7 +216,8 @@ class LLM:
         dtype = resolve_dtype(config.dtype, device)
         folder = resolve(model)
         dummy = config.load_format == "dummy"
-        self.tokenizer = _tokenizer(folder, dummy)
+        speaker = resolve(config.tokenizer) if config.tokenizer else folder
+        self.tokenizer = _tokenizer(speaker, dummy)
         algorithm = None if speculation is None else speculation.algorithm
         place = choose_drafter(drafter, model, algorithm)
         if place is not None and not dummy and drafter_kind(place) == "STANDALONE":
