@@ -38,7 +38,7 @@ SAMPLING = (
 MODEL = f"--debug --drafter --help --model {DRAFTER}"
 OPTIONS = {
     "demo": f"{MODEL} {ENGINE}",
-    "info": f"{MODEL} {ENGINE}",
+    "info": f"{MODEL} {ENGINE} {SPECULATION} --json",
     "generate": f"{MODEL} {ENGINE} {SPECULATION} {SAMPLING} --prompts --raw prompt",
     "chat": f"{MODEL} {ENGINE} {SPECULATION} {SAMPLING} --system",
     "bench": f"{MODEL} {ENGINE} {SPECULATION} {SAMPLING} --batch-size --compare-noise --json "
@@ -144,7 +144,8 @@ def test_bad_files_and_models(tmp_path: Path, model: str, save_llama: Any) -> No
         "is a folder or a .gguf file", "generate", "a", "--model", model, "--drafter", str(rows)
     )
     refused("config.json", "generate", "a", "--model", model, "--drafter", str(tmp_path))
-    refused("config.json", "info", "--model", str(tmp_path))
+    refused("tokenizer.json", "generate", "a", "--model", str(tmp_path))
+    refused("tokenizer.json", "chat", "--model", str(tmp_path))
     plain = tmp_path / "gguf"
     plain.mkdir()
     (plain / "bad.gguf").write_bytes(b"not a model")
@@ -222,12 +223,24 @@ def test_bench_ends_in_its_record(tmp_path: Path, model: str, drafter: str) -> N
     assert keys <= set(record)
 
 
-def test_info_tells_size_and_drafter(model: str, drafter: str) -> None:
+def test_info_tells_memory_and_drafter(model: str, drafter: str) -> None:
     text = ok("info", "--model", model, "--drafter", drafter).stdout
-    assert "LlamaForCausalLM" in text
-    assert "fits" in text
-    assert "does not fit" not in text
-    assert "none is shipped" in ok("info", "--model", model).stdout
+    for words in ("LlamaForCausalLM", "keys and values", "drafter, given", "runs here"):
+        assert words in text
+    answer = json.loads(ok("info", "--model", model, "--drafter", drafter, "--json").stdout)
+    assert answer["runs"]
+    assert answer["machine"]["device"]
+    assert answer["drafters"][0]["fits"]
+    assert "drafter" in ok("info", "--model", drafter).stdout
+    small = ("--speculative-num-steps", "1", "--max-running-requests", "1", "--memory-limit", "8")
+    fewer = json.loads(ok("info", "--model", model, "--drafter", drafter, "--json", *small).stdout)
+    assert fewer["memory"]["total"] < answer["memory"]["total"]
+
+
+def test_info_reports_a_broken_folder(tmp_path: Path) -> None:
+    """Fault: an error line instead of a report. Only a name that is nothing is refused."""
+    assert "does not run here" in ok("info", "--model", str(tmp_path)).stdout
+    refused("nowhere", "info", "--model", str(tmp_path / "nowhere"))
 
 
 def test_a_small_model_drafts(tmp_path: Path, model: str, drafter: str, save_llama: Any) -> None:
@@ -240,7 +253,8 @@ def test_a_small_model_drafts(tmp_path: Path, model: str, drafter: str, save_lla
         result = ok(*common, "--model", model, *flags)
         assert result.stdout == alone
         assert "tokens a cycle" in result.stderr
-    assert "fits (STANDALONE" in ok("info", "--model", model, "--drafter", small).stdout
+    answer = json.loads(ok("info", "--model", model, "--drafter", small, "--json").stdout)
+    assert answer["drafters"][0]["algorithm"] == "STANDALONE"
     refused("STANDALONE without a drafter", *common, "--model", model, *algorithm)
     refused(
         "STANDALONE with a drafter that is an EAGLE-3 network",

@@ -130,7 +130,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     generation = folder / "generation_config.json"
     for source in (read_json(generation) if generation.is_file() else {}, config):
         ids = source.get("eos_token_id")
-        eos += [] if ids is None else ids if isinstance(ids, list) else [ids]
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise CheckpointError(
+                f"{folder}: eos_token_id={ids!r}", "must be token ids", "mend config.json"
+            )
+        eos += ids
     config["eos_token_id"] = list(dict.fromkeys(eos))
     return config
 

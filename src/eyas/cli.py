@@ -49,6 +49,7 @@ Traces = Annotated[list[Path], typer.Argument(help="profiler traces, .json or .j
 AcceptLength = Annotated[
     float, typer.Option(help="tokens a cycle commits, where known: traces do not say")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="print plain values instead of tables")]
 Prompts = Annotated[list[str] | None, typer.Argument(help="prompts, answered together")]
 PromptFile = Annotated[
     str, typer.Option("--prompts", help='JSON Lines file of {"prompt"} or {"turns"} rows')
@@ -251,24 +252,33 @@ def train(config: TrainConfig) -> None:
     run(config)
 
 
-@command(engine=ENGINE, options=DRAFTER)
+@command(engine=ENGINE, speculation=SPECULATION, options=DRAFTER)
 def info(
     engine: EngineConfig,
+    speculation: SpeculationConfig | None,
     options: DrafterOptions,
     model: Model = "smollm2",
     drafter: Drafter = "auto",
+    as_json: AsJson = False,
 ) -> None:
-    """Show what the machine and the checkpoint are."""
-    from eyas.report.info import checkpoint, machine, ranks
+    """Show what a checkpoint is, whether it runs here, its memory, and which drafters fit it."""
+    from eyas.report.info import Inquiry, machine
+    from eyas.report.info_table import show
 
-    wanted = None if drafter == "none" else drafter
-    group = ranks(model, wanted, engine) if engine.tp > 1 else None
-    _show_facts("machine", machine(engine))
+    inquiry = Inquiry(
+        model=model,
+        drafter=None if drafter == "none" else drafter,
+        config=engine,
+        speculation=speculation,
+        options=options,
+    )
+    facts, answer = machine(engine), inquiry.answer()
     if engine.simulated:
         typer.secho(f"SIMULATED: {engine.simulated}", fg="red", err=True)
-    if group is not None:
-        _show_facts(f"{engine.tp} ranks", group)
-    _show_facts(f"model {model}", checkpoint(model, wanted, engine, options))
+    if as_json:
+        typer.echo(json.dumps({"machine": facts, **answer}, indent=2))
+    else:
+        show(Console(highlight=False), facts, answer)
 
 
 def _load(
@@ -332,20 +342,3 @@ def _check_writable(*files: str) -> None:
             "cannot be written",
             "give a file in a folder that exists and is yours",
         )
-
-
-def _show_facts(title: str, facts: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(title=title, show_header=False, title_justify="left")
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{key} {_fact(one)}" for key, one in value.items())
-        table.add_row(name, _fact(value))
-    Console(highlight=False).print(table)
-
-
-def _fact(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)

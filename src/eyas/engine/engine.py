@@ -229,7 +229,7 @@ class LLM:
             wants = algorithm in (None, "EAGLE3") and bool(drafter)
             source = DummySource(target=folder, with_drafter=wants, dtype=dtype)
         seat = take_part(source, config.tp, config.device) if config.tp > 1 else None
-        self.case = _case(source, config, speculation, device, engines)
+        self.case = plan_case(source, config, speculation, device, engines)
         speculation, config = self.case.speculation, admit(self.case)
         self.ranks = Ranks(source, config.tp, config.device, seat) if config.tp > 1 else None
         networks = self.ranks.networks if self.ranks else source.load(device, SOLO)
@@ -335,12 +335,12 @@ def _tokenizer(folder: Path, dummy: bool) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-def _case(
+def plan_case(
     source: FolderSource,
     config: EngineConfig,
     speculation: SpeculationConfig | None,
     device: torch.device,
-    engines: int,
+    engines: int = 1,
 ) -> Case:
     """What is to be loaded; its number of pages is as the user gave it.
 

@@ -28,6 +28,7 @@ from eyas.attention.rope import Rope, rotate
 from eyas.batch import ForwardBatch, PassShape
 from eyas.distributed.group import Group
 from eyas.engine.cycle import Parts, cycle, prefill
+from eyas.errors import CheckpointError
 from eyas.kernels.experts import ROW_TILE
 from eyas.kv.pool import KVPool
 from eyas.layers.moe import Experts
@@ -55,11 +56,19 @@ class _Hollow(TorchFunctionMode):
 def hollow(make: Callable[[Config], Module], config: Config, dtype: torch.dtype) -> Module:
     """The network that `make` builds of `config`, with parameters of `dtype`, without memory.
 
-    Rotary tables are computed for one position and take their size afterwards.
+    Rotary tables are computed for one position and take their size afterwards. Raises
+    `CheckpointError` for dimensions of which torch makes no tensors.
     """
-    with _Hollow():
-        module = make(dataclasses.replace(config, max_position=1))
-    allocate(module, dtype, META)
+    try:
+        with _Hollow():
+            module = make(dataclasses.replace(config, max_position=1))
+        allocate(module, dtype, META)
+    except (RuntimeError, OverflowError, TypeError) as e:
+        raise CheckpointError(
+            "config.json",
+            f"no network has its dimensions ({str(e).splitlines()[0]})",
+            "mend config.json",
+        ) from e
     for part in module.modules():
         if isinstance(part, Rotary):
             rows, width = part.table.shape

@@ -11,7 +11,7 @@ from eyas.models.families.deepseek import read_deepseek_v2, read_deepseek_v3, re
 from eyas.models.families.llama import read_llama
 from eyas.models.families.mistral import read_mistral
 from eyas.models.families.qwen import read_qwen2, read_qwen3, read_qwen3_moe
-from eyas.models.families.reading import refuse_unknown_arithmetic
+from eyas.models.families.reading import refuse_unknown_arithmetic, understood
 
 READERS: dict[str, Callable[[dict[str, Any]], ModelConfig]] = {
     "DeepseekV2ForCausalLM": read_deepseek_v2,
@@ -47,10 +47,6 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
             reason,
             f"use a checkpoint of {', '.join(READERS)}",
         )
-    try:
+    with understood():
         refuse_unknown_arithmetic(config)
         return READERS[known](config)
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as e:
-        raise CheckpointError(
-            "config.json", f"cannot be understood ({e})", "download it again, or mend it"
-        ) from e

@@ -5,6 +5,8 @@ A config is the dict of a checkpoint's `config.json` (`checkpoint.read_config`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from eyas.config import MAX_NODES
@@ -37,6 +39,26 @@ _SCALINGS: dict[str, tuple[str, ...]] = {
 """Kind of rope scaling -> its keys in a config."""
 
 
+_MOST = {
+    "num_hidden_layers": 2**12,
+    "num_experts": 2**16,
+    "num_local_experts": 2**16,
+    "n_routed_experts": 2**16,
+}
+"""Keys that are counts of layers or experts -> what they stay below."""
+
+
+@contextmanager
+def understood(what: str = "config.json") -> Iterator[None]:
+    """Around the reading of a config: a value of a kind that nobody expects is refused in words."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as e:
+        raise CheckpointError(
+            what, f"cannot be understood ({e})", "download it again, or mend it"
+        ) from e
+
+
 def refuse_unknown_arithmetic(config: dict[str, Any]) -> None:
     """Raise `CheckpointError` for a value in `config` that asks for other arithmetic than ours."""
     refuse_others(config, _FIXED)
@@ -61,12 +83,18 @@ def refuse_others(config: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) -
 
 
 def dimension(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """The positive integer `config[key]`, or `default`; raises `CheckpointError` without either."""
+    """The positive integer `config[key]`, or `default`; raises `CheckpointError` without either.
+
+    Numbers that no network has are refused too: nothing must be built or counted by them.
+    """
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    most = _MOST.get(key, 2**31)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < most:
         raise CheckpointError(
-            f"config.json: {key}={value!r}", "must be a positive integer", "mend config.json"
+            f"config.json: {key}={value!r}",
+            f"must be a positive integer below {most}",
+            "mend config.json",
         )
     return value
 

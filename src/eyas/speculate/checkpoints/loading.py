@@ -14,6 +14,7 @@ from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
 from eyas.models.families import model_config
+from eyas.models.families.reading import understood
 from eyas.models.registry import allocate, fill, load_target
 from eyas.quantised import dequantised, quantization_config
 from eyas.speculate.checkpoints.formats import (
@@ -125,7 +126,9 @@ def _read(
 ) -> tuple[DrafterConfig, Tensors]:
     """An EAGLE-3 drafter's config, and its tensors under the names of `Eagle3.places`."""
     config = read_config(path)
-    tensors = dict(dequantised(tensor_stream(path), quantization_config(config)))
-    form = detect_format(config, tensors)
-    settings, tensors = flatten(config, form, tensors), network_names(tensors)
-    return read_switches(settings, form, tensors, target, options or DrafterOptions()), tensors
+    with understood("config.json of a drafter"):
+        tensors = dict(dequantised(tensor_stream(path), quantization_config(config)))
+        form = detect_format(config, tensors)
+        settings, tensors = flatten(config, form, tensors), network_names(tensors)
+        drafter = read_switches(settings, form, tensors, target, options or DrafterOptions())
+    return drafter, tensors
