@@ -189,7 +189,7 @@ def test_known_sizes_of_a_large_model(llama_8b: ModelConfig) -> None:
     assert budget.cycle[LOGITS] > 4 * 128256 * 16, "filters keep some copies"
     assert budget.total == budget.resting + budget.prefill.total() + budget.cycle.total()
     eager = predict(case.change(disable_cuda_graph=True))
-    assert eager.total == eager.peak == budget.peak
+    assert eager.total == eager.peak == budget.peak - 2**25, "the workspace of captures"
 
 
 def test_ranks_share_weights_and_heads(llama_8b: ModelConfig) -> None:
@@ -220,3 +220,21 @@ def test_the_table_adds_up(llama_8b: ModelConfig) -> None:
         assert sum(size for _, size, _ in budget.rows()) == budget.total
         fewer = budget.with_pages(budget.num_pages // 2)
         assert sum(size for _, size, _ in fewer.rows()) == fewer.total < budget.total
+
+
+def test_a_gpu_keeps_workspaces() -> None:
+    """Fault: 270 MB of two attention backends and 34 of the library's missing, as once measured."""
+    target, drafter = tiny_target(), tiny_drafter()
+    case = Case(
+        target=target.config,
+        drafter=drafter.config,
+        config=resolve_engine(EngineConfig(), chain(3), target.config),
+        speculation=chain(3),
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+    )
+    with_graphs = predict(case)
+    eager = predict(case.change(disable_cuda_graph=True))
+    assert eager.workspace == 2 * (2**27 + 2**24 + 4 * 4096)
+    assert with_graphs.workspace - eager.workspace == 2**25
+    assert sum(size for _, size, _ in eager.rows()) == eager.total

@@ -14,6 +14,7 @@ from eyas.kernels.attention_plan import (
     CAUSAL,
     MASKED,
     RANKS,
+    WORKSPACE_BYTES,
     Plan,
     Workspace,
     make_plan,
@@ -22,9 +23,6 @@ from eyas.kernels.attention_plan import (
 from eyas.kernels.kv_write import Layout, write_kv
 from eyas.kernels.paged_attention import node_orders, paged_attention
 from eyas.kv.pool import KVPool
-
-WORKSPACE_BYTES = 2**27
-"""What the sums of splits may take; passes that want more are cut into fewer programs."""
 
 
 class TritonAttention:

@@ -22,11 +22,15 @@ from eyas.config import EngineConfig, SpeculationConfig
 from eyas.engine.drafters import drafts_rounded
 from eyas.engine.rehearsal import PURPOSES, Shares, hollow, rehearse, tensors_of
 from eyas.engine.runner import Runner, auto_pages
+from eyas.kernels.attention_plan import WORKSPACE_BYTES, Workspace
 from eyas.kv.pool import KVPool
 from eyas.layers.linear import Linear, row_tile
 from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
+
+LIBRARY_BYTES = 2**25
+"""Workspace of cuBLAS for a stream, as torch gives it on Hopper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,8 @@ class Budget:
     drafter_kv: int
     state: int
     """Slots' rows of one engine and its drafter."""
+    workspace: int = 0
+    """What kernels and the matrix library of one engine keep on a GPU."""
     prefill: Counter[str] = field(default_factory=Counter)
     """Working memory of the largest prefill by purpose."""
     cycle: Counter[str] = field(default_factory=Counter)
@@ -130,7 +136,7 @@ class Budget:
     def resting(self) -> int:
         """What is held between passes; graphs are not counted."""
         networks = self.weights + self.tables + self.drafter + self.drafter_8bit
-        return networks + self.engines * (self.pages + self.state)
+        return networks + self.engines * (self.pages + self.state + self.workspace)
 
     @property
     def peak(self) -> int:
@@ -169,6 +175,7 @@ class Budget:
         yield "keys and values", self.kv * self.engines, f"{self.num_pages} pages{each}"
         yield "drafter's keys and values", self.drafter_kv * self.engines, "as many pages"
         yield "state", self.state * self.engines, f"rows of requests{each}"
+        yield "workspace", self.workspace * self.engines, "of attention and of graphs"
         for name, parts, times in self._passes():
             for purpose in PURPOSES:
                 yield f"{name}: {purpose}", parts[purpose] * times, "at its largest"
@@ -235,10 +242,20 @@ def at_rest(case: Case, runner: Runner) -> Budget:
         kv=sizes["kv"],
         drafter_kv=sizes["drafter_kv"],
         state=sizes["state"],
+        workspace=_workspace(case, runner),
         num_pages=case.num_pages,
         has_graphs=case.has_graphs,
         engines=case.engines,
     )
+
+
+def _workspace(case: Case, runner: Runner) -> int:
+    """Of every attention backend, and of the matrix library for the stream of captures."""
+    if case.device.type != "cuda":
+        return 0
+    pools = {id(owner) for owner, _ in tensors_of(runner.parts) if isinstance(owner, KVPool)}
+    each = Workspace.of(WORKSPACE_BYTES, torch.device("meta")).num_bytes
+    return len(pools) * each + LIBRARY_BYTES * case.has_graphs
 
 
 def _rounded_bytes(network: nn.Module) -> int:

@@ -75,6 +75,8 @@ class CycleGraphs:
         self._graphs: dict[GraphKey, CycleGraph] = {}
         self._buckets = buckets(config)
         self._memory: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        """Of all captures: the matrix library keeps a workspace for every stream it meets."""
         self._why_not = self._never()
 
     def _never(self) -> Reason | None:
@@ -128,7 +130,9 @@ class CycleGraphs:
             sampled=key.sampled,
             filtered=key.filtered,
         )
-        stream = torch.cuda.Stream(self.device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self._cycle(slots, shape)

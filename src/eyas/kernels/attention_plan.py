@@ -24,6 +24,8 @@ FUSED_SUMS = 2048
 """Sums of a tile up to so many are merged by its last program, larger ones by another launch."""
 MAX_TILES = 4096
 """Tiles of a pass whose keys may be shared by several programs."""
+WORKSPACE_BYTES = 2**27
+"""What the sums of splits may take; passes that want more are cut into fewer programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,11 @@ class Workspace:
             stats=torch.empty(num_bytes // 32, dtype=torch.float32, device=device),
             counts=torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
         )
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes."""
+        return self.sums.nbytes + self.stats.nbytes + self.counts.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
