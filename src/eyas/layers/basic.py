@@ -14,6 +14,7 @@ from eyas.attention.rope import Rope
 from eyas.distributed.group import SOLO, Group
 from eyas.kernels.gated import gated
 from eyas.kernels.norm import add_rms_norm, rms_norm
+from eyas.kernels.norm_parts import norm_parts
 from eyas.layers.linear import ColumnParallel, Places, RowParallel, share_of, whole
 
 
@@ -99,9 +100,11 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
         """`[..., in_features] -> [..., hidden]`."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
+        qk, v = heads.tensor_split((self.num_heads + self.num_kv_heads,), dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            weights = (self.q_norm.weight, self.k_norm.weight)
+            qk = norm_parts(qk, weights, self.num_heads, self.q_norm.eps)
+        q, k = qk.tensor_split((self.num_heads,), dim=-2)
         return self.o(attend(self.layer, q, k, v, rope))
 
     def places(self) -> Places:

@@ -19,6 +19,7 @@ from eyas.attention import Attend
 from eyas.config import SPARE_POSITIONS
 from eyas.distributed.group import SOLO
 from eyas.kernels.norm import rms_norm_pair
+from eyas.kernels.norm_parts import norm_parts
 from eyas.layers.basic import GatedMLP, RMSNorm
 from eyas.layers.linear import (
     ANY_ROWS,
@@ -75,8 +76,9 @@ class Eagle3(nn.Module):
         If the drafter fuses none, that is the state itself, which the target's last norm gave.
         """
         if self.config.fc_norm:
-            states = aux.chunk(len(self.fc_norms), dim=-1)
-            aux = torch.cat([n(s) for n, s in zip(self.fc_norms, states, strict=True)], dim=-1)
+            weights = tuple(cast(RMSNorm, norm).weight for norm in self.fc_norms)
+            states = aux.unflatten(-1, (len(weights), -1))
+            aux = norm_parts(states, weights, 1, self.config.rms_norm_eps).flatten(-2)
         if self.states_norm is not None:
             aux = self.states_norm(aux)
         if self.fc is None:
