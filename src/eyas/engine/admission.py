@@ -21,9 +21,9 @@ from eyas.errors import CapacityError, ConfigError
 GIB = 2**30
 HEADROOM = 0.95
 """Share of the free memory that is planned with where no limit is given."""
-SHORTEST_CONTEXT = 256
+LEAST = {"context_length": 256, "max_running_requests": 1, "chunked_prefill_size": 32}
 MOST_RANKS = 64
-"""What is tried as a remedy goes no further."""
+"""What is halved or doubled in search of a remedy, and how far."""
 
 
 def admit(case: Case) -> EngineConfig:
@@ -115,7 +115,7 @@ def _remedy(case: Case, fitting: int) -> str:
 def _remedies(case: Case, fitting: int) -> Iterator[str]:
     if case.config.num_pages and fitting >= case.least_pages:
         yield f"num_pages={fitting}"
-    for name, least in (("context_length", SHORTEST_CONTEXT), ("max_running_requests", 1)):
+    for name, least in LEAST.items():
         value = getattr(case.config, name) // 2
         while value >= least:
             if _fits(case.change(**{name: value})):

@@ -92,6 +92,7 @@ class Inquiry:
         facts |= names_of(raw)
         if is_drafter(raw, tensors):
             found = self._attempt(lambda: lone_drafter(folder, raw, self.options)) or {}
+            del facts["family"]
             return found | {"kind": "drafter", "checkpoint": facts | found.get("checkpoint", {})}
         target = self._attempt(lambda: model_config(raw))
         if target is None:
