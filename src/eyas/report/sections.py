@@ -1,0 +1,329 @@
+"""Which figures a record has: each section looks for the keys it draws, whatever the command.
+
+A command gains a figure by giving its record the keys; a new kind of figure is one function here,
+added to `SECTIONS`. The keys, all optional:
+
+- `components`, `cycle_ms`, `device_ms`, `idle_ms`, with `stages` (each with `components`) and
+  `floors`, ms by component;
+- `ranks`, each with `rank` and `timeline` as `traces/timeline.py` writes it;
+- `stages_ms`: ms by stage of each side, as a bench has them;
+- `by_context`: rows of `context`, `tok_per_s`;
+- `spec` with `acceptance_by_position` and `conditional_acceptance`, `histogram`;
+- `rows` of `option`, `decode_ms`, `cycle_ms`, `tok_per_s`, `speedup`, `break_even`;
+- `causes` of `name`, `ms`, `evidence`;
+- `against_decode`, `idle`, `collectives`, `unknown`, `kernels_by_time` as `eyas trace` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from eyas.report.components import DEVICE, STAGES
+from eyas.report.figures import (
+    Bar,
+    Line,
+    Strip,
+    bars,
+    colour,
+    curves,
+    legend,
+    table,
+    timeline,
+)
+from eyas.report.markup import Html, joined, tag
+
+MOST_KERNELS, MOST_NAME = 15, 120
+Record = dict[str, Any]
+
+
+def sections(record: Record) -> list[Html]:
+    """The sections that a record has keys for, in order."""
+    return [
+        tag("section", tag("h2", title), content, id=name, class_="figure")
+        for name, title, draw in SECTIONS
+        if (content := draw(record)) is not None
+    ]
+
+
+def _timeline(record: Record) -> Html | None:
+    drawn = [r for r in record.get("ranks") or [] if r.get("timeline")]
+    if not drawn:
+        return None
+    length = max(r["timeline"]["length_ms"] for r in drawn)
+    strips, used, stages = [], set(), set()
+    for rank in drawn:
+        prefix = f"rank {rank['rank']}, " if len(drawn) > 1 else ""
+        lanes = rank["timeline"]["streams"]
+        busiest = max(lanes, key=lambda s: sum(bar[1] for bar in lanes[s]))
+        strips.append(Strip(name=f"{prefix}stages", bars=_stage_bars(lanes[busiest]), kind="stage"))
+        for stream, found in lanes.items():
+            busy = sum(bar[1] for bar in found)
+            strips.append(
+                Strip(
+                    name=f"{prefix}stream {stream}: {busy:.2f} ms in {sum(b[4] for b in found)}",
+                    bars=[
+                        (start, ms, colour(part), f"{stage}, {part}: {1e3 * ms:.1f} us")
+                        for start, ms, part, stage, _ in found
+                    ],
+                )
+            )
+            used |= {bar[2] for bar in found}
+            stages |= {bar[3] for bar in found}
+    return joined(
+        timeline(strips, length, "ms"),
+        legend([s for s in STAGES if s in stages]),
+        legend([c for c in DEVICE if c in used]),
+    )
+
+
+def _stage_bars(lane: list[list[Any]]) -> list[tuple[float, float, str, str]]:
+    """Stretches of one stage, from its first kernel to its last, of a stream's bars."""
+    found: list[list[Any]] = []
+    for start, ms, _, stage, _ in lane:
+        if found and found[-1][2] == stage:
+            found[-1][1] = start + ms
+        else:
+            found.append([start, start + ms, stage])
+    return [(a, b - a, colour(s), f"{s}: {b - a:.3f} ms") for a, b, s in found]
+
+
+def _components(record: Record) -> Html | None:
+    parts = record.get("components")
+    cycle = record.get("cycle_ms")
+    if not parts or not cycle:
+        return None
+    floors = record.get("floors") or {}
+    stages = record.get("stages") or {}
+    rows = []
+    for name, ms in sorted(parts.items(), key=lambda item: -item[1]):
+        split = [
+            (colour(stage), stages[stage]["components"][name])
+            for stage in STAGES
+            if name in stages.get(stage, {}).get("components", {})
+        ]
+        text = f"{ms:.3f} ms, {ms / cycle:.1%}"
+        if floors.get(name):
+            text += f", {ms / floors[name]:.2f} x floor"
+        rows.append(
+            Bar(name=name, parts=split or [(colour(name), ms)], text=text, mark=floors.get(name))
+        )
+    idle = record.get("idle_ms")
+    if idle is not None:
+        rows.append(Bar(name="idle", parts=[("other", idle)], text=_share(idle, cycle)))
+    told = {name: f"{one['device_ms']:.2f} ms" for name, one in stages.items()}
+    about = f"a cycle of {cycle:.3f} ms" + (", a line marks the floor" if floors else "")
+    return joined(
+        tag("p", about, class_="unit"),
+        bars(rows),
+        legend([s for s in STAGES if s in stages], told),
+    )
+
+
+def _idle(record: Record) -> Html | None:
+    idle, cycle = record.get("idle"), record.get("cycle_ms")
+    if not idle or not cycle:
+        return None
+    rows = [
+        Bar(name=name, parts=[("other", ms)], text=_share(ms, cycle))
+        for name, ms in sorted(idle.items(), key=lambda item: -item[1])
+    ]
+    gaps = [
+        [f"{g['from']} to {g['to']}", g["cause"], f"{g['count']:.1f}", f"{g['ms']:.3f}"]
+        for g in record.get("gaps") or []
+    ]
+    head = ("between", "because of", "count", "ms a cycle")
+    return joined(bars(rows), table(head, gaps, words=2) if gaps else "")
+
+
+def _stages(record: Record) -> Html | None:
+    sides = record.get("stages_ms")
+    if not sides:
+        return None
+    rows = []
+    for side, stages in sides.items():
+        parts = [(colour(s), stages[s]) for s in STAGES if s in stages]
+        tip = ", ".join(f"{s} {stages[s]:.2f}" for s in STAGES if s in stages)
+        text = f"{sum(stages.values()):.2f} ms"
+        rows.append(Bar(name=side, parts=parts, text=text, tip=tip))
+    names = [s for s in STAGES if any(s in side for side in sides.values())]
+    cells = [
+        [side, *(f"{stages[s]:.2f}" if s in stages else "" for s in names)]
+        for side, stages in sides.items()
+    ]
+    return joined(bars(rows), legend(names), table(["ms", *names], cells))
+
+
+def _rates(record: Record) -> Html | None:
+    if "plain" not in record or "spec" not in record:
+        return None
+    rows = []
+    for side in ("plain", "spec"):
+        rate = record[side]["tok_per_s"] or 0.0
+        text = f"{rate:.1f} tok/s, step {record[side]['step_ms'] or 0.0:.2f} ms"
+        name = "speculation" if side == "spec" else "plain decoding"
+        rows.append(Bar(name=name, parts=[(colour("verify"), rate)], text=text))
+    length, even = record["spec"].get("accept_length"), record.get("break_even")
+    words = f"Speed-up {_plain(record.get('speedup'))}; accept length {_plain(length)}, "
+    return joined(bars(rows), tag("p", f"{words}break-even at {_plain(even)}."))
+
+
+def _acceptance(record: Record) -> Html | None:
+    spec = record.get("spec") or record.get("acceptance") or {}
+    shares = spec.get("acceptance_by_position")
+    if not shares:
+        return None
+    given = spec.get("conditional_acceptance") or [None] * len(shares)
+    rows = [
+        Bar(
+            name=f"draft {k + 1}",
+            parts=[(colour("accept"), share or 0.0)],
+            text=f"{_percent(share)}, {_percent(given[k])} if those before were",
+            mark=given[k],
+        )
+        for k, share in enumerate(shares)
+    ]
+    counts = record.get("histogram") or spec.get("histogram") or []
+    cycles = max(sum(counts), 1)
+    lengths = [
+        Bar(
+            name=f"{k + 1} {'token' if k == 0 else 'tokens'}",
+            parts=[(colour("extend"), float(n))],
+            text=f"{n} cycles, {n / cycles:.0%}",
+        )
+        for k, n in enumerate(counts)
+    ]
+    return joined(
+        bars(rows, most=1.0), tag("h3", "Tokens a cycle"), bars(lengths) if lengths else ""
+    )
+
+
+def _by_context(record: Record) -> Html | None:
+    rows = [r for r in record.get("by_context") or [] if r.get("tok_per_s")]
+    if not rows:
+        return None
+    points = [(float(r["context"]), float(r["tok_per_s"])) for r in rows]
+    cells = [[f"{x:.0f}", f"{y:.1f}"] for x, y in points]
+    curve = [Line(name="tok/s", points=points, colour=colour("verify"))]
+    return joined(
+        curves(curve, "tokens", "tok/s by context length") if len(points) > 1 else "",
+        table(("context", "tok/s"), cells, words=0),
+    )
+
+
+def _what_if(record: Record) -> Html | None:
+    rows = record.get("rows")
+    if not rows:
+        return None
+    first = float(rows[0].get("tok_per_s") or 0.0)
+    drawn = [
+        Bar(
+            name=str(r["option"]),
+            parts=[(colour("verify"), float(r.get("tok_per_s") or 0.0))],
+            text=f"{_plain(r.get('tok_per_s'), 1)} tok/s, {_plain(r.get('speedup'))} x",
+            mark=first,
+        )
+        for r in rows
+    ]
+    keys = ("decode_ms", "cycle_ms", "tok_per_s", "speedup", "break_even")
+    cells = [[str(r["option"]), *(_plain(r.get(key)) for key in keys)] for r in rows]
+    head = ("option", "decode ms", "cycle ms", "tok/s", "speed-up", "break-even")
+    about = f"a line marks {rows[0]['option']}"
+    return joined(tag("p", about, class_="unit"), bars(drawn), table(head, cells))
+
+
+def _causes(record: Record) -> Html | None:
+    causes = record.get("causes")
+    if not causes:
+        return None
+    rows = [
+        Bar(
+            name=str(c["name"]),
+            parts=[("s4" if c["ms"] >= 0 else "s6", abs(float(c["ms"])))],
+            text=f"{c['ms']:+.3f} ms" if c["ms"] else "no time of its own",
+        )
+        for c in causes
+    ]
+    cells = [[str(c["name"]), str(c["evidence"])] for c in causes]
+    return joined(bars(rows), table(("cause", "evidence"), cells, words=2))
+
+
+def _against(record: Record) -> Html | None:
+    beside = record.get("against_decode")
+    if not beside:
+        return None
+    rows = [
+        Bar(
+            name=part["name"],
+            parts=[(colour(part["name"]) if part["ms"] > 0 else "other", abs(part["ms"]))],
+            text=f"{part['ms']:+.3f} ms",
+        )
+        for part in beside["extra"]
+    ]
+    about = (
+        f"verify {beside['verify_ms']:.3f} ms, decode {beside['decode_ms']:.3f} ms; cycle over "
+        f"decode step {beside['break_even']:.2f}, by device time {beside['break_even_device']:.2f}"
+    )
+    return joined(tag("p", about, class_="unit"), bars(rows))
+
+
+def _ranks(record: Record) -> Html | None:
+    shared = record.get("collectives")
+    if not shared:
+        return None
+    rows = []
+    for rank, waiting in shared["waiting_ms"].items():
+        text = f"transfer {shared['transfer_ms']:.3f}, waiting {waiting:.3f} ms"
+        parts = [(colour("all-reduce"), shared["transfer_ms"]), ("other", waiting)]
+        last = f", last in {shared['last'][rank]:.0%}"
+        rows.append(Bar(name=f"rank {rank}", parts=parts, text=text + last))
+    return bars(rows)
+
+
+def _kernels(record: Record) -> Html | None:
+    found = record.get("kernels_by_time")
+    if not found:
+        return None
+    cells = [
+        [k["name"][:MOST_NAME], k["component"], f"{k['count']:.0f}", f"{k['ms']:.3f}"]
+        for k in found[:MOST_KERNELS]
+    ]
+    return table(("kernel", "component", "count", "ms a cycle"), cells, words=2)
+
+
+def _unknown(record: Record) -> Html | None:
+    found = record.get("unknown")
+    if not found:
+        return None
+    cells = [[k["name"][:MOST_NAME], f"{k['count']:.0f}", f"{k['ms']:.3f}"] for k in found]
+    return table(("kernel", "count", "ms of the whole trace"), cells)
+
+
+def _share(ms: float, cycle: float) -> str:
+    return f"{ms:.3f} ms, {ms / cycle:.1%}"
+
+
+def _plain(value: float | None, digits: int = 2) -> str:
+    return "unknown" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "none" if value is None else f"{value:.0%}"
+
+
+SECTIONS: tuple[tuple[str, str, Callable[[Record], Html | None]], ...] = (
+    ("causes", "What differs", _causes),
+    ("rates", "Plain decoding and speculation", _rates),
+    ("timeline", "One cycle by stream", _timeline),
+    ("components", "Milliseconds a cycle by component", _components),
+    ("stages", "Stages of a cycle", _stages),
+    ("verify", "Where verify takes more than decode", _against),
+    ("idle", "Idle time by cause", _idle),
+    ("ranks", "Collectives by rank", _ranks),
+    ("acceptance", "Acceptance by position", _acceptance),
+    ("context", "Tokens a second by context", _by_context),
+    ("what-if", "What if", _what_if),
+    ("kernels", "Kernels by time", _kernels),
+    ("unknown", "Kernels that no rule knows", _unknown),
+)
+"""Name, title and drawing of each, in order."""
