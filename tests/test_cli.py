@@ -41,9 +41,10 @@ OPTIONS = {
     "info": f"{MODEL} {ENGINE} {SPECULATION} --json",
     "generate": f"{MODEL} {ENGINE} {SPECULATION} {SAMPLING} --prompts --raw prompt",
     "chat": f"{MODEL} {ENGINE} {SPECULATION} {SAMPLING} --system",
-    "bench": f"{MODEL} {ENGINE} {SPECULATION} {SAMPLING} --batch-size --compare-noise --json "
-    "--num-prompts --prompts --raw --rounds --stage-prompts",
-    "trace": "--accept-length --debug --help --json files",
+    "bench": f"{MODEL} {ENGINE} {SPECULATION} {SAMPLING} --batch-size --compare-noise --html "
+    "--json --num-prompts --prompts --raw --rounds --stage-prompts",
+    "trace": "--accept-length --debug --help --html --json files",
+    "diff": "--debug --help --html --json a b",
     "train": "--answer-tokens --attention --clip --conversations --debug --decay --device "
     "--draft-vocab-size --dtype --eval-every --evaluate-drafts --evaluate-prompts "
     "--evaluate-tokens --exclude --final-lr --folder --greedy-share --held-out --help "
@@ -127,6 +128,8 @@ def refused(message: str, *arguments: str) -> None:
         ("accept_length=0.5", ("trace", "x.json", "--accept-length", "0.5")),
         ("No such file", ("trace", "/nowhere/t.json")),
         ("cannot be written", ("trace", "x.json", "--json", "/nowhere/r.json")),
+        ("cannot be written", ("bench", "--html", "/nowhere/r.html")),
+        ("No such file", ("diff", "/nowhere/a.json", "/nowhere/b.json")),
     ],
 )
 def test_bad_values_are_refused_before_a_model_is_loaded(
@@ -204,10 +207,16 @@ def test_bench_ends_in_its_record(tmp_path: Path, model: str, drafter: str) -> N
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "one"}\n{"turns": ["two", "more"]}\n')
     flags = ("--max-tokens", "8", "--rounds", "1", "--temperature", "0.7", "--compare-noise")
-    place = ("--prompts", str(rows), "--json", str(file), "--batch-size", "2")
-    result = ok("bench", "--model", model, "--drafter", drafter, *flags, *place)
+    drawn = tmp_path / "record.html"
+    place = ("--prompts", str(rows), "--json", str(file), "--html", str(drawn))
+    result = ok(
+        "bench", "--model", model, "--drafter", drafter, *flags, *place, "--batch-size", "2"
+    )
     record = json.loads(result.stdout.strip().splitlines()[-1])
     assert record == json.loads(file.read_text())
+    assert (record["schema"], record["version"]) == ("eyas.bench", 1)
+    assert 'id="acceptance"' in drawn.read_text()
+    assert "alike within" in ok("diff", str(file), str(file)).stdout
     assert record["plain"]["tok_per_s"] > 0
     assert record["spec"]["tok_per_s"] > 0
     assert record["tokens_equal"] is True

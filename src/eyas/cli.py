@@ -45,6 +45,8 @@ Drafter = Annotated[
     ),
 ]
 Json = Annotated[str, typer.Option("--json", help="file that the record is written to")]
+Html = Annotated[str, typer.Option("--html", help="file that the record is drawn in")]
+RunRecord = Annotated[Path, typer.Argument(help="a record that --json of a command wrote")]
 Traces = Annotated[list[Path], typer.Argument(help="profiler traces, .json or .json.gz")]
 AcceptLength = Annotated[
     float, typer.Option(help="tokens a cycle commits, where known: traces do not say")
@@ -207,6 +209,7 @@ def bench(
     model: Model = "smollm2",
     drafter: Drafter = "auto",
     json_file: Json = "",
+    html_file: Html = "",
 ) -> None:
     """Measure speculation against plain decoding; prints tables, then the record as JSON."""
     from eyas.report.bench import bench as measure
@@ -214,7 +217,7 @@ def bench(
     from eyas.report.table import show
 
     texts = select(bench_config)
-    _check_writable(json_file)
+    _check_writable(json_file, html_file)
     if engine.max_running_requests < bench_config.batch_size:
         engine = dataclasses.replace(engine, max_running_requests=bench_config.batch_size)
     engines = 2 + bench_config.compare_noise
@@ -222,26 +225,39 @@ def bench(
     record = measure(llm, texts, bench_config, sampling, Console(stderr=True).is_terminal)
     record["flags"] |= {"model": model, "drafter": drafter}
     show(Console(highlight=False), record)
-    if json_file:
-        Path(json_file).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    _write(record, json_file, html_file)
     typer.echo(json.dumps(record))
 
 
 @command()
-def trace(files: Traces, accept_length: AcceptLength = 0.0, json_file: Json = "") -> None:
+def trace(
+    files: Traces, accept_length: AcceptLength = 0.0, json_file: Json = "", html_file: Html = ""
+) -> None:
     """Say where a cycle's time goes in torch-profiler traces of SGLang, vLLM or eyas."""
     from eyas.report.foreign import analyse
-    from eyas.report.records import write_record
     from eyas.report.trace_table import show
 
-    _check_writable(json_file)
+    _check_writable(json_file, html_file)
     known = accept_length == 0 or accept_length >= 1
     rule = "a cycle commits at least one token"
     require(known, f"accept_length={accept_length}", rule, "give 1 or more, or leave it out")
     record = analyse(files, accept_length or None)
     show(Console(highlight=False), record)
-    if json_file:
-        write_record(Path(json_file), record)
+    _write(record, json_file, html_file)
+
+
+@command()
+def diff(a: RunRecord, b: RunRecord, json_file: Json = "", html_file: Html = "") -> None:
+    """Say what differs between two runs, ranked by the milliseconds it explains."""
+    from eyas.report.compare import KINDS, compare
+    from eyas.report.diff_table import show
+    from eyas.report.records import kind_of, read_record
+
+    _check_writable(json_file, html_file)
+    first = read_record(a, KINDS)
+    record = compare(first, read_record(b, [kind_of(first)]))
+    show(Console(highlight=False), record)
+    _write(record, json_file, html_file)
 
 
 @command(config=TRAIN)
@@ -342,3 +358,14 @@ def _check_writable(*files: str) -> None:
             "cannot be written",
             "give a file in a folder that exists and is yours",
         )
+
+
+def _write(record: dict[str, Any], json_file: str, html_file: str) -> None:
+    """Write a record where it is wanted; "" is no file."""
+    from eyas.report.html import page
+    from eyas.report.records import write_record
+
+    if json_file:
+        write_record(Path(json_file), record)
+    if html_file:
+        Path(html_file).write_text(page(record), encoding="utf-8")

@@ -82,7 +82,13 @@ def test_a_page_of_odd_values(tmp_path: Path) -> None:
     for kind in ("bench", "trace", "explain", "plan", "diff"):
         assert faults(page(stamped(kind, {}))) == []
     record = samples.trace_record(tmp_path)
-    nothing: dict[str, Any] = {"cycle_ms": None, "components": {}, "stages": {}, "ranks": [], "idle": {}}
+    nothing: dict[str, Any] = {
+        "cycle_ms": None,
+        "components": {},
+        "stages": {},
+        "ranks": [],
+        "idle": {},
+    }
     assert faults(page(record | nothing)) == []
     bench = samples.bench_record()
     bench["spec"] |= {"tok_per_s": None, "acceptance_by_position": [None, None]}

@@ -24,6 +24,7 @@ from eyas.report.acceptance import summarise
 from eyas.report.answering import Answering, staged
 from eyas.report.options import BenchConfig
 from eyas.report.prompts import PROMPTS, load_prompts
+from eyas.report.records import stamped
 
 WARMUP_TOKENS = 32
 WARMUP_RUNS = (3, 8)
@@ -88,7 +89,7 @@ def bench(
     record["seeds"] = seeds
     record["provenance"] = fingerprint() | {"device": str(engine.runner.device), "dtype": dtype}
     record["provenance"]["ranks"] = llm.ranks.record() if llm.ranks else None
-    return record
+    return stamped("bench", record)
 
 
 def select(config: BenchConfig) -> list[str]:
