@@ -13,13 +13,25 @@ import torch
 
 import eyas
 from eyas.config import SamplingParams, SpeculationConfig
-from tests.helpers import Job, make_engine, run_all, tiny_drafter, tiny_target
+from eyas.engine.drafters import Network
+from tests.helpers import (
+    VOCAB,
+    Job,
+    make_engine,
+    run_all,
+    tiny_drafter,
+    tiny_model,
+    tiny_target,
+)
 from tests.kernels.running import DEVICE
 
 SHAPES = {
     "none": SpeculationConfig(algorithm="NONE"),
     "chain": SpeculationConfig.chain(3),
     "tree": SpeculationConfig(num_steps=3, eagle_topk=2, num_draft_tokens=6),
+    "small model": SpeculationConfig(
+        algorithm="STANDALONE", num_steps=2, eagle_topk=2, num_draft_tokens=4
+    ),
 }
 TOKENS = 7
 
@@ -28,7 +40,10 @@ def write() -> dict[str, list[list[int]]]:
     """What two requests, greedy and sampled, say under every shape."""
     said = {}
     for name, shape in SHAPES.items():
-        engine = make_engine(tiny_target(), tiny_drafter(), shape)
+        drafter: Network = tiny_drafter()
+        if shape.algorithm == "STANDALONE":
+            drafter = tiny_model(vocab_size=VOCAB + 32)
+        engine = make_engine(tiny_target(), drafter, shape)
         prompts = [(5, 6, 7, 8), (9, 3, 9, 3, 9)]
         kinds = [SamplingParams(max_tokens=TOKENS, ignore_eos=True)]
         kinds.append(SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=2))

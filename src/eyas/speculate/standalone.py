@@ -14,6 +14,7 @@ import torch
 from eyas.attention import PagedAttention, paged_attention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
+from eyas.kernels.rows import take_rows
 from eyas.kv.pool import KVPool
 from eyas.models.decoder import Decoder
 from eyas.speculate.drafter import Committed, DraftContext
@@ -70,8 +71,7 @@ class StandaloneDrafter:
             # a prompt chunk's bound ends with the chunk, a cycle's holds all it may write
             max_kv_len=context.max_kv_len + (mode is ForwardMode.EXTEND),
         )
-        starts = torch.arange(0, tokens.numel(), count, device=tokens.device)
-        roots = self._forward(batch).index_select(0, starts + committed.counts)
+        [roots] = take_rows(committed.counts, self._forward(batch), step=count)
         logits = self._logits(roots)
         self.growth.start(context, committed.counts, logits, roots[:, :0])
 
