@@ -225,6 +225,7 @@ def test_bench_ends_in_its_record(tmp_path: Path, model: str, drafter: str) -> N
     assert record["flags"]["sampling"]["temperature"] == 0.7
     assert record["flags"]["bench"]["batch_size"] == 2
     assert record["flags"]["model"] == model
+    assert record["flags"]["drafter_options"]["feedback"] == "auto"
     assert record["provenance"]["versions"]["torch"]
     keys = {"accept_length", "acceptance_by_position", "conditional_acceptance", "cycles"}
     assert keys <= set(record["spec"])

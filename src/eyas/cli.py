@@ -223,7 +223,11 @@ def bench(
     engines = 2 + bench_config.compare_noise
     llm = _load(model, drafter, engine, speculation, options, engines)
     record = measure(llm, texts, bench_config, sampling, Console(stderr=True).is_terminal)
-    record["flags"] |= {"model": model, "drafter": drafter}
+    record["flags"] |= {
+        "model": model,
+        "drafter": drafter,
+        "drafter_options": dataclasses.asdict(options),
+    }
     show(Console(highlight=False), record)
     _write(record, json_file, html_file)
     typer.echo(json.dumps(record))
