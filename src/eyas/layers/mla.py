@@ -17,6 +17,8 @@ from torch import nn
 from eyas.attention import Attend
 from eyas.attention.rope import Rope
 from eyas.distributed.group import SOLO, Group
+from eyas.kernels.absorb import head_product
+from eyas.kernels.norm import rms_norm_first
 from eyas.layers.basic import RMSNorm
 from eyas.layers.linear import ColumnParallel, Linear, Place, Places, RowParallel, share_of, whole
 from eyas.model_config import MLAConfig
@@ -62,8 +64,7 @@ class MLA(nn.Module):
             q = self.q_up(self.q_norm(q))
         q, k, v = self._absorb(q.unflatten(-1, (self.num_heads, -1)), kept)
         out = attend(self.layer, q, k, v, rope).unflatten(-1, (self.num_heads, -1))
-        values = torch.bmm(out.transpose(0, 1), self.kv_up[:, mla.nope_dim :].mT)
-        return self.o(values.transpose(0, 1).flatten(1))
+        return self.o(head_product(out, self.kv_up[:, mla.nope_dim :].mT).flatten(1))
 
     def _absorb(
         self, q: torch.Tensor, kept: torch.Tensor
@@ -73,11 +74,10 @@ class MLA(nn.Module):
         Of q [T, H, nope + rope] and `kept` [T, latent + rope] as projected.
         """
         mla = self.mla
-        latent = self.kv_norm(kept[:, : mla.kv_lora_rank])
         plain, turned = q.split((mla.nope_dim, mla.rope_dim), dim=-1)
-        plain = torch.bmm(plain.transpose(0, 1), self.kv_up[:, : mla.nope_dim]).transpose(0, 1)
-        key = torch.cat((latent, kept[:, mla.kv_lora_rank :]), dim=-1)
-        return torch.cat((plain, turned), dim=-1), key[:, None], latent[:, None]
+        key = rms_norm_first(kept, self.kv_norm.weight, self.kv_norm.eps)[:, None]
+        queries = head_product(plain, self.kv_up[:, : mla.nope_dim], turned)
+        return queries, key, key[..., : mla.kv_lora_rank]
 
     def places(self) -> Places:
         """Checkpoint tensor name -> the place of this rank's share; rotary rows half-split."""

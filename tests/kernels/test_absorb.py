@@ -1,0 +1,67 @@
+"""Products a head equal their reference; through Triton's interpreter without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eyas.kernels import absorb as module
+from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
+
+CASES = [(3, 16, 40, 8), (2, 160, 24, 0)]
+if DEVICE == "cuda":
+    CASES = [(16, 128, 512, 64), (16, 512, 128, 0), (128, 128, 512, 64), (3, 16, 40, 8)]
+"""(heads, inputs, outputs, tail)."""
+KINDS = (torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16)
+"""The interpreter does not multiply bfloat16."""
+
+
+def run_grid() -> None:
+    """Queries and weights that are views, both orders of weights, tiles of rows; rows alone."""
+    for number, (heads, inputs, outputs, tail) in enumerate(CASES):
+        dtype = KINDS[number % 2]
+        for count in (1, 5, 19):
+            generator = torch.Generator().manual_seed(count)
+            wide = torch.randn(count, heads, inputs + tail, generator=generator).to(DEVICE, dtype)
+            x, behind = wide.split((inputs, tail), dim=-1)
+            w = torch.randn(heads, inputs, outputs, generator=generator) * inputs**-0.5
+            w = w.to(DEVICE, dtype)
+            w = w if tail else w.mT.contiguous().mT
+            given = (x, w, behind if tail else None)
+            found, wanted = (
+                module.head_product_triton(*given),
+                module.head_product_reference(*given),
+            )
+            assert found.shape == (count, heads, outputs + tail)
+            rtol = 1e-5 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol)
+            if tail:
+                assert torch.equal(found[..., outputs:], behind), "the tail is copied"
+            last = slice(count - 1, count)
+            alone = module.head_product_triton(x[last], w, behind[last] if tail else None)
+            assert torch.equal(alone[0], found[-1]), "a row depends on other rows"
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernel itself")
+def test_interpreted_kernel_equals_reference() -> None:
+    """Fault: another head's matrix, a row lost at a tile's edge, the tail at the wrong place."""
+    interpret(__file__)
+
+
+@on_gpu
+def test_kernel_equals_reference() -> None:
+    """The same on the GPU, at the shapes of real models."""
+    run_grid()
+
+
+@pytest.mark.parametrize(("outputs", "tail"), [(64, 64), (32, 0)])
+def test_compiles_for_hopper(outputs: int, tail: int) -> None:
+    """Fault: a kernel that only the interpreter takes."""
+    names = module._kernel.arg_names
+    types = {n: "*bf16" if n.endswith("_ptr") else "i32" for n in names if n.islower()}
+    sizes = {"ROWS": module.ROWS, "OUTPUTS": outputs, "DEPTH": module.DEPTH}
+    compiles(module._kernel, types, {"EVEN": True, "TAIL": tail} | sizes)
+
+
+if __name__ == "__main__":
+    run_grid()
