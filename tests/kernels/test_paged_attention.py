@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from eyas.kernels.attention_plan import most_splits
 from tests.kernels.attention_cases import (
     Case,
     Sequence,
@@ -81,6 +82,7 @@ SMALL = [
     Pass(case=Case(key_dim=24, value_dim=24, rope_dim=24), prefixes=[140], count=2),
     Pass(case=Case(window=64), prefixes=[0, 50, 63, 300], count=3, options=MANY),
     Pass(case=Case(window=64), prefixes=[63, 300], count=3, options={"programs": 1}),
+    Pass(case=Case(window=256), prefixes=[700], count=3, options={"programs": 4}),
     Pass(case=LATENT, prefixes=[0, 130], count=3),
     Pass(case=replace(LATENT, group=20), prefixes=[140], count=1, options=MANY),
     Pass(prefixes=[140, 3], count=8, tree=True, options=MANY | FAST),
@@ -95,28 +97,44 @@ SMALL = [
 """What the interpreter can run in seconds: every branch of the kernels once."""
 
 
-def grid() -> Iterator[Pass]:
-    """What a GPU runs: real sizes, contexts up to 32k, pages of 1, 16 and 64."""
-    dense = [
-        Case(kv_heads=8, group=4, key_dim=128, value_dim=128, rope_dim=128),
-        Case(kv_heads=3, group=3, key_dim=64, value_dim=64, rope_dim=64, page_size=64),
-        Case(kv_heads=4, group=8, key_dim=128, value_dim=128, page_size=1),
-        Case(kv_heads=2, group=1, key_dim=256, value_dim=256, rope_dim=64, window=1024),
-        *(
-            Case(kv_heads=1, group=n, key_dim=576, value_dim=512, latent=True, rope_dim=64)
-            for n in (16, 64, 128)
-        ),
-    ]
-    for case, dtype in itertools.product(dense, (torch.bfloat16, torch.float32)):
-        case = replace(case, dtype=dtype)
-        counts = (1, 4, 16) if case.latent else (1, 4, 16, 64)
-        for count in counts if dtype == torch.bfloat16 else counts[1:2]:
-            for prefixes in ([1, 700], [32_000], [5000, 127, 128, 4000, 64, 9, 2049, 3071]):
-                for tree in (False, True)[: 1 + (count > 1)]:
-                    yield Pass(case=case, prefixes=prefixes, count=count, tree=tree)
-    yield Pass(case=replace(dense[0], dtype=torch.float16), prefixes=[700, 9], count=16, tree=True)
-    yield Pass(case=replace(dense[0], dtype=torch.bfloat16), prefixes=[0, 1000], count=1500)
-    yield Pass(case=replace(dense[4], dtype=torch.bfloat16), prefixes=[0, 1000], count=300)
+MIXED = [5000, 127, 128, 4000, 64, 9, 2049, 3071]
+"""Prefixes at edges of blocks and splits."""
+MODELS = {
+    "8B": Case(kv_heads=8, group=4, key_dim=128, value_dim=128, rope_dim=128),
+    "SmolLM2": Case(kv_heads=3, group=3, key_dim=64, value_dim=64, rope_dim=64, page_size=64),
+    "latent": replace(LATENT, key_dim=576, value_dim=512, rope_dim=64),
+    "others": Case(kv_heads=4, group=8, key_dim=128, value_dim=128, page_size=1),
+}
+
+
+def grid(name: str) -> Iterator[Pass]:
+    """What a GPU runs: real sizes, 1 to 64 new rows, contexts up to 32k, pages of 1, 16 and 64."""
+    case = replace(MODELS[name], dtype=torch.bfloat16)
+    if name == "8B":
+        for count, prefixes in itertools.product((1, 4, 16, 64), ([1, 700], [32_000], MIXED)):
+            for tree in (False, True)[: 1 + (count > 1)]:
+                yield Pass(case=case, prefixes=prefixes, count=count, tree=tree)
+        yield Pass(case=case, prefixes=MIXED, count=4, options={"programs": 1})
+        yield Pass(case=case, prefixes=[0, 1000], count=1500)
+        for dtype in (torch.float16, torch.float32):
+            yield Pass(case=replace(case, dtype=dtype), prefixes=MIXED, count=4)
+    elif name == "latent":
+        for count, tree in ((1, False), (4, False), (16, False), (16, True)):
+            yield Pass(case=case, prefixes=MIXED, count=count, tree=tree)
+        yield Pass(case=case, prefixes=[32_000], count=4)
+        for group in (64, 128):
+            yield Pass(case=replace(case, group=group), prefixes=[3000], count=2)
+        yield Pass(case=case, prefixes=[0, 1000], count=300)
+        yield Pass(case=replace(case, dtype=torch.float32), prefixes=[300], count=4)
+    elif name == "SmolLM2":
+        for count, tree in ((1, False), (5, False), (64, True)):
+            yield Pass(case=case, prefixes=MIXED, count=count, tree=tree)
+        yield Pass(case=case, prefixes=[0, 300], count=700)
+    else:
+        yield Pass(case=case, prefixes=MIXED, count=3)
+        one = replace(case, kv_heads=2, group=1, key_dim=256, value_dim=256, rope_dim=64)
+        for tree in (False, True):
+            yield Pass(case=replace(one, window=1024), prefixes=MIXED, count=16, tree=tree)
 
 
 def alone(case: Case, sequence: Sequence, start: int, count: int, **options: Any) -> torch.Tensor:
@@ -189,27 +207,11 @@ def run_bits_small() -> None:
     """Bits where splits begin, grow and are cut off by a window."""
     three, two = Case(kv_heads=1, group=3, rope_dim=16), Case(kv_heads=1, group=2)
     check_company(three, 126, (4,))
-    check_company(two, 254, (4,), splits=2)
+    check_company(two, 382, (4,), splits=3)
     check_company(replace(two, window=130), 253, (3,))
     check_company(LATENT, 127, (2,))
     check_path(three, 123, 9)
     check_path(two, 250, 20, splits=2)
-
-
-def run_bits() -> None:
-    """The same at real sizes and in 16 bits."""
-    run_bits_small()
-    large = Case(kv_heads=8, group=4, key_dim=128, value_dim=128, rope_dim=128)
-    small = Case(kv_heads=3, group=3, key_dim=64, value_dim=64, rope_dim=64)
-    latent = replace(LATENT, key_dim=576, value_dim=512, rope_dim=64)
-    for case, dtype in itertools.product(
-        (large, small, latent), (torch.bfloat16, torch.float16, torch.float32)
-    ):
-        case = replace(case, dtype=dtype)
-        for start in (3, 120, 1022, 128 * 24 - 3):
-            check_company(case, start, (2, 4, 8, 16))
-        check_path(case, 1000, 16)
-        check_path(case, 128 * 24 - 2, 60)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
@@ -220,15 +222,25 @@ def test_interpreted_kernels(part: str) -> None:
 
 
 @on_gpu
-def test_kernels_equal_the_reference() -> None:
+@pytest.mark.parametrize("name", ["small", *MODELS])
+def test_kernels_equal_the_reference(name: str) -> None:
     """Fault: the same, at real sizes."""
-    run_reference([*SMALL, *grid()])
+    run_reference(SMALL if name == "small" else list(grid(name)))
 
 
 @on_gpu
-def test_rows_keep_their_bits() -> None:
+@pytest.mark.parametrize("name", ["small", "8B", "SmolLM2", "latent"])
+def test_rows_keep_their_bits(name: str) -> None:
     """Fault: verify arithmetic that depends on N, the batch, the split of work or the tree."""
-    run_bits()
+    if name == "small":
+        run_bits_small()
+        return
+    case = replace(MODELS[name], dtype=torch.bfloat16)
+    grows = most_splits(case.kv_heads) * (64 if case.latent else 128)  # splits double here
+    for start in (3, 120, 1022, grows - 3):
+        check_company(case, start, (4, 16))
+    check_path(case, 1000, 16)
+    check_path(case, grows - 2, 60)
 
 
 if __name__ == "__main__":

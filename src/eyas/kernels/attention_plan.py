@@ -14,13 +14,11 @@ import torch
 from eyas.config import MAX_NODES
 from eyas.kernels.kv_write import Layout
 
-LEAST_SPLIT = 128
-"""Keys of the shortest split; a multiple of every block."""
 ONE_REQUEST = 128
 """Programs that one long request is cut into, about."""
 CAUSAL, MASKED, RANKS = 0, 1, 2
 """Kinds of tail: causal; by ancestor bits; by bits, each node as if it stood in the text."""
-FUSED_SUMS = 2048
+FUSED_SUMS = 4096
 """Sums of a tile up to so many are merged by its last program, larger ones by another launch."""
 MAX_TILES = 4096
 """Tiles of a pass whose keys may be shared by several programs."""
@@ -66,12 +64,15 @@ class Plan:
     """Keys of a block."""
     splits: int
     """Splits of a row at most."""
+    least: int
+    """Keys of the shortest split."""
     parts: int
     """Programs that share a tile's keys; a single one folds its sums in registers."""
     num_tiles: int
     """Tiles of a request and KV head."""
     num_warps: int
     num_stages: int
+    """Of Triton's pipeline. Keys wait for page numbers, so 5 hold 3 blocks, 3 hold 2, 1 holds 1."""
     write: bool
     """Whether the kernel keeps new keys and values itself."""
     merge: bool
@@ -102,7 +103,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a pass: `num_new` rows of `group` query heads for each request and KV head.
 
-    `dtype` is the pool's; `programs` fill the device.
+    `dtype` is the pool's, `splits` the most of a row; `programs` fill the device.
     """
     sizes, heads, rows = layout.constants, layout.shape.num_kv_heads, num_new * group
     narrow = dtype.itemsize == 2
@@ -116,16 +117,19 @@ def make_plan(
     if sums > workspace.sums.numel() or requests * heads * tiles > MAX_TILES:
         parts = 1
     block = 128 if narrow and keys <= 64 else 64
+    if parts == 1 and block == 128 and tile == 64:  # twice the sums do not fit in registers
+        tile, tiles = 32, -(-rows // 32)
     read = block * (keys + (0 if layout.shape.latent else values)) * dtype.itemsize
     return Plan(
         tree=tree,
         tile=tile,
         block=block,
         splits=splits,
+        least=64 if layout.shape.latent else 128,
         parts=parts,
         num_tiles=tiles,
         num_warps=8 if narrow and (values > 256 or (tile, block) == (64, 64)) else 4,
-        num_stages=3 if read <= 2**15 else 2 if read <= 76 * 2**10 else 1,
+        num_stages=5 if read <= 2**15 else 3 if read <= 76 * 2**10 else 1,
         write=tree != RANKS and num_new <= MAX_NODES,
-        merge=tree != RANKS and parts > 1 and tile * values <= FUSED_SUMS,
+        merge=tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS,
     )

@@ -18,7 +18,7 @@ import math
 import torch
 
 from eyas.batch import ForwardBatch
-from eyas.kernels.attention_plan import LEAST_SPLIT, RANKS, Plan, Workspace
+from eyas.kernels.attention_plan import RANKS, Plan, Workspace
 from eyas.kernels.kv_write import (
     PASS_VALUES,
     Layout,
@@ -107,7 +107,7 @@ def _seen(kv, low, end, bits, prefix, MASKED: tl.constexpr):  # type: ignore[no-
     if MASKED:
         tail = kv - prefix
         bit = (bits[None, :] >> tl.minimum(tl.maximum(tail, 0), 63)[:, None].to(tl.int64)) & 1
-        seen &= (tail < 0)[:, None] | ((tail < 64)[:, None] & (bit != 0))
+        seen &= (tail < 0)[:, None] | (bit != 0)
     return seen
 
 
@@ -224,15 +224,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     total_top, total_mass, total = top, mass, acc
     plain, newest, least = prefix if TREE == 1 else tl.min(end, 0), tl.max(low, 0), tl.min(size, 0)
     order_ptr += (row0 + first_row // GROUP) * 64
-    kv = lo + tl.arange(0, BLOCK)
-    flat = _flat(table_ptr, order_ptr, kv, kv < hi, prefix, table_width, PAGE, TREE == 2)
     for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
         kv, stop = start + tl.arange(0, BLOCK), start + BLOCK
+        flat = _flat(table_ptr, order_ptr, kv, kv < hi, prefix, table_width, PAGE, TREE == 2)
         ka, kb, v = _block(k_ptr, v_ptr, flat, kv < hi, DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, LATENT)
-        # the next block's positions, so that no load of keys waits for a load of pages
-        flat = _flat(
-            table_ptr, order_ptr, kv + BLOCK, kv + BLOCK < hi, prefix, table_width, PAGE, TREE == 2
-        )
         scores = tl.dot(ka, qa, input_precision="ieee")
         if SIZE_B > 0:
             scores = tl.dot(kb, qb, scores, input_precision="ieee")
@@ -297,7 +292,7 @@ def constants(
         "TREE": plan.tree,
         "WINDOW": window,
         "SPLITS": plan.splits,
-        "LEAST": LEAST_SPLIT,
+        "LEAST": plan.least,
         "ROPE": rope_dim,
         "GROUP": group,
         "R": plan.tile,

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from eyas.kernels.lang import tl, triton
 
+AHEAD = tl.constexpr(8)
+"""Splits that are on their way while one is folded."""
 FLOOR = tl.constexpr(-1e20)
 """Statistic of a row that has seen nothing; hidden scores lie far below it."""
 
@@ -117,15 +119,9 @@ def merged(  # type: ignore[no-untyped-def]
     top = tl.full([rows.shape[0]], FLOOR, tl.float32)
     mass = tl.zeros([rows.shape[0]], tl.float32)
     acc = tl.zeros([dims.shape[0], rows.shape[0]], tl.float32)
-    for slot in range(0, tl.max(last, 0), 4):  # four at a time, for their loads to overlap
-        t0, m0, a0, c0 = _take(sum_ptr, stat_ptr, slot, last, rows, dims, columns, SIZE)
-        t1, m1, a1, c1 = _take(sum_ptr, stat_ptr, slot + 1, last, rows, dims, columns, SIZE)
-        t2, m2, a2, c2 = _take(sum_ptr, stat_ptr, slot + 2, last, rows, dims, columns, SIZE)
-        t3, m3, a3, c3 = _take(sum_ptr, stat_ptr, slot + 3, last, rows, dims, columns, SIZE)
-        top, mass, acc = fold(top, mass, acc, t0, m0, a0, c0)
-        top, mass, acc = fold(top, mass, acc, t1, m1, a1, c1)
-        top, mass, acc = fold(top, mass, acc, t2, m2, a2, c2)
-        top, mass, acc = fold(top, mass, acc, t3, m3, a3, c3)
+    for slot in tl.range(0, tl.max(last, 0), num_stages=AHEAD):
+        t, m, a, there = _take(sum_ptr, stat_ptr, slot, last, rows, dims, columns, SIZE)
+        top, mass, acc = fold(top, mass, acc, t, m, a, there)
     return mass, acc
 
 
