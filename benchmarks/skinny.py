@@ -1,7 +1,7 @@
 """Times linear layers of few rows on a GPU: cuBLAS against the kernel of `eyas.kernels.skinny`.
 
 Every layer runs in a CUDA graph over as many copies of its weight as the L2 cache cannot hold. A
-weight's plans are compared at four rows; the best one is then timed at 1, 4, 8 and 16 rows, and
+weight's plans are compared at four rows; the best one is then timed at 1 to 32 rows, and
 chained to the launch before it. Each plan is checked first: against float32, each row alone against
 the row among others, and one run against the next. A figure is the median of repeats.
 
@@ -31,11 +31,11 @@ from triton.runtime.errors import TritonError
 
 from eyas.fingerprint import fingerprint
 from eyas.kernels.gated import gated
-from eyas.kernels.norm import add_rms_norm
+from eyas.kernels.norm import Norm, add_rms_norm
 from eyas.kernels.skinny_plan import config
-from eyas.kernels.skinny_triton import Norm, Plan, run
+from eyas.kernels.skinny_triton import Plan, run
 
-ROWS = (1, 4, 8, 16)
+ROWS = (1, 4, 8, 16, 32)
 SEARCHED = 4
 """Rows at which plans are compared."""
 SPREAD = 200 << 20
@@ -146,7 +146,7 @@ def chained(plan: Plan) -> list[Plan]:
 
 
 class Case:
-    """A layer's tensors: copies of the weight, sixteen rows."""
+    """A layer's tensors: copies of the weight, 32 rows."""
 
     def __init__(self, layer: Layer, copies: int) -> None:
         size, inner = layer.outputs, layer.inputs
@@ -158,7 +158,7 @@ class Case:
             values = torch.empty(shape, dtype=DTYPE, device=DEVICE)
             return values.normal_(0.0, deviation, generator=generator)
 
-        self.x, self.delta, self.norm_weight = draw(16, inner), draw(16, inner), draw(inner)
+        self.x, self.delta, self.norm_weight = draw(32, inner), draw(32, inner), draw(inner)
         self.weights = [draw(size, inner, deviation=inner**-0.5) for _ in range(min(copies, 2))]
         self.scales: torch.Tensor | None = None
         if "int8" in layer.way:
@@ -206,13 +206,13 @@ class Case:
 
     def faults(self, plan: Plan) -> str:
         """What is wrong with a plan; empty if nothing is."""
-        every, wanted = self.own(plan, 16), self.exact()
+        every, wanted = self.own(plan, 32), self.exact()
         off = float((every.float() - wanted).abs().max() / wanted.abs().max())
         if not off < 2e-2:
             return f"off by {off:.3f} of the largest output"
-        if not torch.equal(self.own(plan, 16), every):
+        if not torch.equal(self.own(plan, 32), every):
             return "differs from run to run"
-        for rows in (1, 5):
+        for rows in (1, 5, 16):
             if not torch.equal(self.own(plan, rows), every[:rows]):
                 return f"{rows} rows alone have other bits"
         return "counters are left" if self.counts.any() else ""
@@ -333,7 +333,7 @@ def show(figure: dict[str, Any]) -> None:
 
 
 def summary(figures: list[dict[str, Any]]) -> None:
-    """Library and best plan at 1, 4, 8 and 16 rows, chained at four; a line a layer."""
+    """Library and best plan at 1 to 32 rows, chained at four; a line a layer."""
     cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for figure in figures:
         if "us" in figure:
@@ -345,7 +345,7 @@ def summary(figures: list[dict[str, Any]]) -> None:
         own = " ".join(f"{one['us']:7.2f}" for one in kinds.get("best", []))
         linked = min((one["us"] for one in kinds.get("chained", [])), default=float("nan"))
         best = short(Plan(**kinds["best"][0]["plan"])) if "best" in kinds else "none"
-        SCREEN.print(f"{name:42s} {library:31s} | {own:31s} | {linked:7.2f}  {best}")
+        SCREEN.print(f"{name:42s} {library:39s} | {own:39s} | {linked:7.2f}  {best}")
 
 
 def main() -> None:
@@ -371,7 +371,7 @@ def main() -> None:
             for figure in measure(layer):
                 figures.append(figure)
                 show(figure)
-    SCREEN.print("\nus: library | own at 1, 4, 8, 16 rows | chained at 4")
+    SCREEN.print("\nus: library | own at 1, 4, 8, 16, 32 rows | chained at 4")
     summary(figures)
     if args.json:
         record = {"rows": figures, "flags": vars(args), "provenance": fingerprint()}

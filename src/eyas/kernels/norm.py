@@ -8,10 +8,29 @@ those it has alone. The functions without a suffix take the torch reference wher
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from eyas.kernels.lang import block_of, runs_kernels, tl, triton, warps_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """RMSNorm of rows, and what is added to them first."""
+
+    weight: torch.Tensor
+    """[E]"""
+    eps: float
+    delta: torch.Tensor | None = None
+    """[..., E]"""
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of `x (+ delta)`, `x (+ delta)`), [..., E] each."""
+        if self.delta is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return add_rms_norm(x, self.delta, self.weight, self.eps)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

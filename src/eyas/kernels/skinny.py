@@ -16,11 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from eyas.kernels.gated import gated, gated_reference
-from eyas.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from eyas.kernels.skinny_plan import MOST_NORMED, plan_of, serves
-from eyas.kernels.skinny_triton import Norm, Plan, run, tiles_of
-
-__all__ = ["Counters", "Norm", "gated_linear", "int8_linear", "linear", "norm_linear"]
+from eyas.kernels.norm import Norm, add_rms_norm_reference, rms_norm_reference
+from eyas.kernels.skinny_plan import MOST_NORMED, MOST_ROWS, plan_of, serves
+from eyas.kernels.skinny_triton import Plan, counted, run
 
 
 class Counters:
@@ -33,11 +31,11 @@ class Counters:
         self._zeros: torch.Tensor | None = None
 
     def zeros(self, count: int, device: torch.device) -> torch.Tensor:
-        """int32[count or more] on `device`; made at the first use."""
-        zeros = self._zeros
-        if zeros is None or zeros.shape[0] < count or zeros.device != device:
-            zeros = self._zeros = torch.zeros(count, dtype=torch.int32, device=device)
-        return zeros
+        """int32[count] on `device`; made at the first use, and kept: graphs know its address."""
+        if self._zeros is None or self._zeros.device != device:
+            self._zeros = torch.zeros(count, dtype=torch.int32, device=device)
+        assert self._zeros.shape[0] == count, "a layer's plan changed"
+        return self._zeros
 
 
 def linear(
@@ -72,10 +70,7 @@ def norm_linear(
     plan = _plan(x, weight, gates)
     if plan is not None and x.shape[-1] <= MOST_NORMED:
         return _launch(x, weight, plan, counters, bias=bias, norm=norm, gates=gates)
-    if norm.delta is None:
-        normed = rms_norm(x, norm.weight, norm.eps)
-    else:
-        normed, x = add_rms_norm(x, norm.delta, norm.weight, norm.eps)
+    normed, x = norm(x)
     return (gated_linear if gates else linear)(normed, weight, bias, counters), x
 
 
@@ -83,17 +78,22 @@ def int8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor,
+    bias: torch.Tensor | None,
     counters: Counters,
     gates: bool = False,
 ) -> torch.Tensor:
     """`linear`, or `gated_linear`, of the weight `scales[:, None] * weight`.
 
-    int8 weight [N, K], float32 scales [N].
+    int8 weight [N, K]; scales [N] are float32, on a CPU bfloat16 as x is.
     """
     plan = _plan(x, weight, gates)
-    if plan is None:
-        return int8_linear_reference(x, weight, scales, gates)
-    return _launch(x, weight, plan, counters, scales=scales, gates=gates)[0]
+    if plan is not None:
+        return _launch(x, weight, plan, counters, bias=bias, scales=scales, gates=gates)[0]
+    if x.device.type == "cpu":
+        y = torch._weight_int8pack_mm(x, weight, scales)
+        y = y if bias is None else y + bias
+        return gated(y) if gates else y
+    return int8_linear_reference(x, weight, scales, bias, gates)
 
 
 def norm_linear_reference(
@@ -113,10 +113,15 @@ def norm_linear_reference(
 
 
 def int8_linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, gates: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gates: bool = False,
 ) -> torch.Tensor:
     """See `int8_linear`; 8-bit integers are exact in 16 bits."""
-    y = (F.linear(x, weight.to(x.dtype)).to(torch.float32) * scales).to(x.dtype)
+    y = F.linear(x, weight.to(x.dtype)).to(torch.float32) * scales
+    y = (y if bias is None else y + bias).to(x.dtype)
     return gated_reference(y) if gates else y
 
 
@@ -139,11 +144,9 @@ def _launch(
     gates: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`run` of rows of any leading shape."""
-    counts = None
-    if plan.splits > 1:
-        tiles = tiles_of(plan, weight.shape[0] // (2 if gates else 1), gates)
-        counts = counters.zeros(tiles, x.device)
     lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    count = counted(plan, MOST_ROWS, weight.shape[0])
+    counts = counters.zeros(count, x.device) if count else None
     y, total = run(
         rows, weight, plan, bias=bias, scales=scales, norm=norm, gated=gates, counts=counts
     )

@@ -1,10 +1,11 @@
 """The kernel of linear layers of few rows: weights stream once, and rows are the narrow side.
 
-A program multiplies a tile of weight rows with all token rows, padded to `ROWS`. It may normalise
-the token rows first, and gate what comes out. With `Plan.splits` > 1 several programs share a tile
-of outputs, each with its own stretch of the inputs; the last of them to finish adds the float32
-parts in the order of the stretches. With `Plan.groups` > 1 the warps of a program do the same among
-themselves. Oracles, and what a layer calls, are in `eyas.kernels.skinny`.
+A program multiplies a tile of weight rows with `ROWS` token rows; further ones are for other
+programs. It may normalise the token rows first, and gate what comes out. With `Plan.splits` > 1
+several programs share a tile of outputs, each with its own stretch of the inputs; the last of them
+to finish adds the float32 parts in the order of the stretches. With `Plan.groups` > 1 the warps of
+a program do the same among themselves. Oracles, and what a layer calls, are in
+`eyas.kernels.skinny`.
 
 Always holds: tiles, splits and the order of every sum follow from the weight's shape alone, so a
 row's bits depend neither on the number of rows nor on its place among them.
@@ -12,15 +13,17 @@ row's bits depend neither on the number of rows nor on its place among them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from eyas.kernels.lang import tl, triton
+from eyas.kernels.norm import Norm
 
 ROWS = 16
-"""Rows of a program's product, whatever the number of token rows: those above are zeros."""
+"""Token rows of a program's product; where there are fewer, zeros."""
 STATISTICS = 512
 """Numbers of a row that are squared at a time."""
 
@@ -44,17 +47,6 @@ class Plan:
     """Bytes of every weight row that are asked into the L2 cache before anything else."""
     chained: bool = False
     """Start while the kernel before still runs, and wait for it where its results are needed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
-    """RMSNorm before the product."""
-
-    weight: torch.Tensor
-    """[K]"""
-    eps: float
-    delta: torch.Tensor | None = None
-    """[T, K], added to the rows first."""
 
 
 @triton.jit
@@ -94,7 +86,7 @@ def _scales(  # type: ignore[no-untyped-def]
     PASSES: tl.constexpr,
 ):
     """What RMSNorm multiplies each token row with, float32[ROWS]."""
-    row = tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     squares = tl.zeros([ROWS, STATISTICS], tl.float32)
     for number in tl.static_range(PASSES):
         k = number * STATISTICS + tl.arange(0, STATISTICS)[None, :]
@@ -135,7 +127,7 @@ def _finish(  # type: ignore[no-untyped-def]
     OUTPUTS: tl.constexpr,
 ):
     """Scale, bias and gate the sums [OUTPUTS, ROWS] of a tile, and write them."""
-    tile, row = tl.program_id(0), tl.arange(0, ROWS)
+    tile, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = _lines(tile, size, GATED, OUTPUTS)
     dtype = out_ptr.dtype.element_ty
     if SCALED:
@@ -174,18 +166,18 @@ def _hand_in(  # type: ignore[no-untyped-def]
     """Finish; of several stretches, leave the sums, and the tile's last program adds them."""
     last = SPLITS == 1
     if SPLITS > 1:
-        tile, split = tl.program_id(0), tl.program_id(1)
         place = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        parts = part_ptr + tile * (SPLITS * OUTPUTS * ROWS) + place
-        tl.store(parts + split * (OUTPUTS * ROWS), total)
+        shared = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        parts = part_ptr + shared * (SPLITS * OUTPUTS * ROWS) + place
+        tl.store(parts + tl.program_id(2) * (OUTPUTS * ROWS), total)
         tl.debug_barrier()
-        last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        last = tl.atomic_add(count_ptr + shared, 1, sem="acq_rel") == SPLITS - 1
     if last:
         if SPLITS > 1:
             total = tl.zeros([OUTPUTS, ROWS], tl.float32)
             for number in tl.static_range(SPLITS):
                 total += tl.load(parts + number * (OUTPUTS * ROWS), cache_modifier=".cg")
-            tl.store(count_ptr + tile, 0)
+            tl.store(count_ptr + shared, 0)
         _finish(
             total,
             scale_ptr,
@@ -235,12 +227,12 @@ def _kernel(  # type: ignore[no-untyped-def]
     PASSES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Program (tile of outputs, stretch of inputs)."""
-    tile, split = tl.program_id(0), tl.program_id(1)
-    line, row = _lines(tile, size, GATED, OUTPUTS).to(tl.int64), tl.arange(0, ROWS)
+    """Program (token rows, tile of outputs, stretch of inputs)."""
+    tile, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    line = _lines(tile, size, GATED, OUTPUTS).to(tl.int64)
     step: tl.constexpr = GROUPS * DEPTH
     stretch = tl.cdiv(tl.cdiv(inner, step), SPLITS) * step
-    start = split * stretch
+    start = tl.program_id(2) * stretch
     end = tl.minimum(start + stretch, inner)
     if ahead > 0:
         _ask(w_ptr, line, start, end, inner, ahead)
@@ -326,23 +318,22 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's output [T, N], gated [T, N / 2], and its input [T, K] with `norm.delta` added.
 
-    x [T <= ROWS, K] of contiguous numbers a row, weight [N, K] in its dtype or, with `scales`
-    float32[N], int8. `counts` int32[programs.count of outputs] are zeros, and are so again
-    afterwards; they are needed where `plan` splits.
+    x [T, K] of contiguous numbers a row, weight [N, K] in its dtype or, with `scales` float32[N],
+    int8. `counts` int32[`counted`] are zeros, and are so again afterwards; they are needed where
+    `plan` splits.
     """
     (num_rows, inner), size = x.shape, weight.shape[0] // (2 if gated else 1)
-    assert num_rows <= ROWS, f"{num_rows} rows, {ROWS} at most"
     assert x.stride(1) == 1 and weight.is_contiguous(), "numbers of a row lie side by side"
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     delta = None if norm is None else norm.delta
     total = x if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    tiles = tiles_of(plan, size, gated)
-    shape = (tiles * plan.splits * plan.outputs, ROWS) if plan.splits > 1 else (0,)
-    parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+    grid = (-(-num_rows // ROWS), -(-weight.shape[0] // plan.outputs), plan.splits)
+    needed = math.prod(grid) * plan.outputs * ROWS if plan.splits > 1 else 0
+    parts = torch.empty(needed, dtype=torch.float32, device=x.device)
     options: dict[str, Any] = {"num_warps": plan.warps, "num_stages": plan.stages}
     if plan.chained:
         options["launch_pdl"] = True
-    _kernel[(tiles, plan.splits)](
+    _kernel[grid](
         x,
         x if delta is None else delta,
         x if norm is None else norm.weight,
@@ -379,7 +370,6 @@ def run(
     return out, total
 
 
-def tiles_of(plan: Plan, size: int, gated: bool) -> int:
-    """Tiles that cover `size` outputs, which are halves of them where they are gated."""
-    width = plan.outputs // (2 if gated else 1)
-    return -(-size // width)
+def counted(plan: Plan, num_rows: int, outputs: int) -> int:
+    """Counters that `run` needs for a weight of `outputs` rows."""
+    return -(-num_rows // ROWS) * -(-outputs // plan.outputs) if plan.splits > 1 else 0

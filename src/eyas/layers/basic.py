@@ -12,8 +12,7 @@ from torch import nn
 from eyas.attention import Attend
 from eyas.attention.rope import Rope
 from eyas.distributed.group import SOLO, Group
-from eyas.kernels.gated import gated
-from eyas.kernels.norm import add_rms_norm, rms_norm
+from eyas.kernels.norm import Norm, add_rms_norm, rms_norm
 from eyas.kernels.norm_parts import norm_parts
 from eyas.layers.linear import ColumnParallel, Places, RowParallel, share_of, whole
 
@@ -34,6 +33,10 @@ class RMSNorm(nn.Module):
         """(`forward(x + delta)`, `x + delta`) of `[..., size]`, in one pass over them."""
         return add_rms_norm(x, delta, self.weight, self.eps)
 
+    def of(self, delta: torch.Tensor | None) -> Norm:
+        """This norm for a layer that norms its own rows, after `delta` [..., size] was added."""
+        return Norm(weight=self.weight, eps=self.eps, delta=delta)
+
 
 class GatedMLP(nn.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
@@ -53,11 +56,16 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., E] -> [..., E]`."""
-        return self.down(gated(self.gate_up(x)))
+        return self.down(self.gate_up.gated(x))
+
+    def normed(self, x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`forward` of the normed rows, the rows before their norm), [..., E] each."""
+        hidden, x = self.gate_up.normed(x, norm, gates=True)
+        return self.down(hidden), x
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., E] -> [..., E]`: this rank's term of `forward`, not yet all-reduced."""
-        return self.down.partial(gated(self.gate_up(x)))
+        return self.down.partial(self.gate_up.gated(x))
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""
@@ -99,7 +107,18 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
         """`[..., in_features] -> [..., hidden]`."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        return self._mix(self.qkv(x), rope, attend)
+
+    def normed(
+        self, x: torch.Tensor, norm: Norm, rope: Rope, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`forward` of the normed rows, the rows before their norm)."""
+        projected, x = self.qkv.normed(x, norm)
+        return self._mix(projected, rope, attend), x
+
+    def _mix(self, projected: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+        """Attention among queries, keys and values, and the way out."""
+        heads = projected.unflatten(-1, (-1, self.head_dim))
         qk, v = heads.tensor_split((self.num_heads + self.num_kv_heads,), dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             weights = (self.q_norm.weight, self.k_norm.weight)

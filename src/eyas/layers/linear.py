@@ -21,6 +21,8 @@ from torch import nn
 
 from eyas.distributed.group import SOLO, Group
 from eyas.errors import ConfigError
+from eyas.kernels import skinny
+from eyas.kernels.norm import Norm
 
 
 class RowTile(NamedTuple):
@@ -112,10 +114,21 @@ class Linear(nn.Module):
         rows = sum(parts.values())
         self.weight = nn.Parameter(torch.empty(rows, in_features))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.counters = skinny.Counters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in] -> [..., out]`."""
-        return F.linear(x, self.weight, self.bias)
+        return skinny.linear(x, self.weight, self.bias, self.counters)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in] -> [..., out / 2]`: `silu(gate) * up` of outputs that are gates first."""
+        return skinny.gated_linear(x, self.weight, self.bias, self.counters)
+
+    def normed(
+        self, x: torch.Tensor, norm: Norm, gates: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`forward`, or `gated`, of the normed rows, the rows before their norm)."""
+        return skinny.norm_linear(x, norm, self.weight, self.bias, self.counters, gates)
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""
@@ -164,14 +177,14 @@ class RowParallel(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in / ranks] -> [..., out]`."""
         if self.group.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = self.group.all_reduce(F.linear(x, self.weight))
+            return super().forward(x)
+        y = self.group.all_reduce(skinny.linear(x, self.weight, None, self.counters))
         return y if self.bias is None else y + self.bias
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in / ranks] -> [..., out]`: this rank's term of the sum; without bias."""
         assert self.bias is None, "a bias belongs to the whole sum"
-        return F.linear(x, self.weight)
+        return skinny.linear(x, self.weight, None, self.counters)
 
     def places(self) -> Places:
         """Checkpoint tensor name -> the place of this rank's share."""
@@ -187,8 +200,9 @@ class RowParallel(Linear):
 class Int8Linear(nn.Module):
     """A linear layer whose weights are 8-bit integers with one scale per output.
 
-    Reads half the bytes of bfloat16 and takes rows one by one: faster up to about 4 rows. Its
-    products are those of the rounded weights, so it serves where verification follows.
+    Reads half the bytes of 16 bits. Its products are those of the rounded weights, so it serves
+    where verification follows. On a CPU it takes bfloat16, and rows one by one: faster up to about
+    4 rows.
     """
 
     weight: torch.Tensor
@@ -196,7 +210,7 @@ class Int8Linear(nn.Module):
     bias: torch.Tensor | None
 
     def __init__(self, linear: Linear) -> None:
-        """Round the weights of `linear`, which is bfloat16 on a CPU."""
+        """Round the weights of `linear`."""
         super().__init__()
         bias = None if linear.bias is None else linear.bias.detach()
         self.register_buffer("bias", bias, persistent=False)
@@ -204,12 +218,24 @@ class Int8Linear(nn.Module):
         scales = (wide.abs().amax(1) / 127).clamp(min=1e-12)
         weight = (wide / scales[:, None]).round().to(torch.int8)
         self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("scales", scales.to(linear.weight.dtype), persistent=False)
+        kind = linear.weight.dtype if weight.device.type == "cpu" else torch.float32
+        self.register_buffer("scales", scales.to(kind), persistent=False)
+        self.counters = skinny.Counters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, in] -> [T, out]`."""
-        y = torch._weight_int8pack_mm(x, self.weight, self.scales)
-        return y if self.bias is None else y + self.bias
+        """`[..., in] -> [..., out]`."""
+        return skinny.int8_linear(x, self.weight, self.scales, self.bias, self.counters)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Linear.gated`."""
+        return skinny.int8_linear(x, self.weight, self.scales, self.bias, self.counters, gates=True)
+
+    def normed(
+        self, x: torch.Tensor, norm: Norm, gates: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Linear.normed`."""
+        normed, x = norm(x)
+        return self.gated(normed) if gates else self(normed), x
 
 
 class Embedding(nn.Module):

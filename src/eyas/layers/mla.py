@@ -18,7 +18,7 @@ from eyas.attention import Attend
 from eyas.attention.rope import Rope
 from eyas.distributed.group import SOLO, Group
 from eyas.kernels.absorb import head_product
-from eyas.kernels.norm import rms_norm_first
+from eyas.kernels.norm import Norm, rms_norm_first
 from eyas.layers.basic import RMSNorm
 from eyas.layers.linear import ColumnParallel, Linear, Place, Places, RowParallel, share_of, whole
 from eyas.model_config import MLAConfig
@@ -58,10 +58,21 @@ class MLA(nn.Module):
 
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
         """`[T, in_features] -> [T, hidden]`."""
+        return self._mix(self.down(x), rope, attend)
+
+    def normed(
+        self, x: torch.Tensor, norm: Norm, rope: Rope, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`forward` of the normed rows, the rows before their norm)."""
+        projected, x = self.down.normed(x, norm)
+        return self._mix(projected, rope, attend), x
+
+    def _mix(self, projected: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+        """Attention among what `down` gave, and the way out."""
         mla = self.mla
-        q, kept = self.down(x).split((self.first, mla.kv_lora_rank + mla.rope_dim), dim=-1)
+        q, kept = projected.split((self.first, mla.kv_lora_rank + mla.rope_dim), dim=-1)
         if self.q_up is not None and self.q_norm is not None:
-            q = self.q_up(self.q_norm(q))
+            q, _ = self.q_up.normed(q, self.q_norm.of(None))
         q, k, v = self._absorb(q.unflatten(-1, (self.num_heads, -1)), kept)
         out = attend(self.layer, q, k, v, rope).unflatten(-1, (self.num_heads, -1))
         return self.o(head_product(out, self.kv_up[:, mla.nope_dim :].mT).flatten(1))

@@ -15,6 +15,7 @@ from torch import nn
 
 from eyas.distributed.group import SOLO, Group
 from eyas.kernels.experts import experts
+from eyas.kernels.norm import Norm
 from eyas.kernels.route import route
 from eyas.layers.basic import GatedMLP
 from eyas.layers.linear import Place, Places, pad_rows, row_tile, share_of, whole
@@ -99,6 +100,11 @@ class RoutedMLP(nn.Module):
         """`[T, H] -> [T, H]`."""
         shared = None if self.shared is None else self.shared.partial(x)
         return self.group.all_reduce(self.experts(x, *self.router(x), shared))
+
+    def normed(self, x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`forward` of the normed rows, the rows before their norm), [T, H] each."""
+        normed, x = norm(x)
+        return self(normed), x
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""

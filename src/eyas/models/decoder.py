@@ -47,14 +47,15 @@ class Block(nn.Module):
         self.mlp = feed_forward(config, layer, f"{prefix}.mlp", group)
 
     def forward(
-        self, normed: torch.Tensor, x: torch.Tensor, rope: Rope, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual stream `x` [..., E] and `input_norm` of it -> the stream, what to add to it.
+        self, x: torch.Tensor, delta: torch.Tensor | None, rope: Rope, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Residual stream, [..., E] each: `x + delta`, then the stream, and what to add to it.
 
         Who comes next adds, together with its own norm.
         """
-        normed, x = self.post_norm.add(x, self.attention(normed, rope, attend))
-        return x, self.mlp(normed)
+        attended, entered = self.attention.normed(x, self.input_norm.of(delta), rope, attend)
+        delta, x = self.mlp.normed(entered, self.post_norm.of(attended))
+        return entered, x, delta
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""
@@ -123,19 +124,23 @@ class Decoder(nn.Module):
         If given, `aux` [T, len(aux_layers) * E] receives the input of each layer in `aux_layers`
         (L: the output of the last), side by side.
         """
-        rows, size = tokens.shape[0], self.config.hidden_size
-        norms = [*(block.input_norm for block in self._blocks()), self.norm]
+        rows = tokens.shape[0]
         rope = self.rotary(pad_rows(positions, self.row_tile))
-        x = pad_rows(self.embed(tokens), self.row_tile)
-        normed = norms[0](x)
-        for boundary, norm in enumerate(norms):
-            if boundary > 0:
-                x, delta = self.blocks[boundary - 1](normed, x, rope, attend)
-                normed, x = norm.add(x, delta)
-            if aux is not None and boundary in aux_layers:
-                place = aux_layers.index(boundary) * size
-                aux[:, place : place + size] = x[:rows]
+        x, delta = pad_rows(self.embed(tokens), self.row_tile), None
+        for boundary, block in enumerate(self._blocks()):
+            entered, x, delta = block(x, delta, rope, attend)
+            self._capture(boundary, entered[:rows], aux, aux_layers)
+        normed, x = self.norm.of(delta)(x)
+        self._capture(len(self.blocks), x[:rows], aux, aux_layers)
         return normed[:rows]
+
+    def _capture(
+        self, boundary: int, x: torch.Tensor, aux: torch.Tensor | None, aux_layers: tuple[int, ...]
+    ) -> None:
+        """Write the stream at a boundary to its place in `aux`, if it is wanted."""
+        if aux is not None and boundary in aux_layers:
+            place = aux_layers.index(boundary) * self.config.hidden_size
+            aux[:, place : place + self.config.hidden_size] = x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] in the model's dtype of hidden states [R, E] from `forward`."""

@@ -104,11 +104,10 @@ class Eagle3(nn.Module):
         both = rms_norm_pair(embeds, hidden, *weights, self.config.rms_norm_eps)
         normed = both[..., embeds.shape[-1] :]
         x = normed if self.config.norm_before_residual else hidden
-        normed, x = self.post_norm.add(x, self.attention(both, rope, attend))
-        delta = self.mlp(normed)
+        attended = self.attention(both, rope, attend)
+        delta, x = self.mlp.normed(x, self.post_norm.of(attended))
         for block in self._later():
-            normed, x = block.input_norm.add(x, delta)
-            x, delta = block(normed, x, rope, attend)
+            _, x, delta = block(x, delta, rope, attend)
         normed, x = self._finish(x, delta)
         return normed[:rows], (normed if self.config.norm_output else x)[:rows]
 
@@ -131,7 +130,7 @@ class Eagle3(nn.Module):
         return logits if scale == 1.0 else logits * scale
 
     def rounded(self) -> Eagle3:
-        """A copy that drafts with 8-bit weights, for a CPU in bfloat16."""
+        """A copy that drafts with 8-bit weights; on a CPU it must be in bfloat16."""
         quick = copy.deepcopy(self)
         quick.row_tile = ANY_ROWS
         for module in list(quick.modules()):
