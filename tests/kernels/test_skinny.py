@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -84,6 +85,19 @@ def run_grid() -> None:
                 alone = run(rows)[0]
                 assert torch.equal(alone, found[rows]), f"{name}: rows {rows} depend on others"
         assert not counts.any(), f"{name}: counters are not zero again"
+    check_leading_dimensions()
+
+
+def check_leading_dimensions() -> None:
+    """Rows of any shape, with counters that a layer keeps."""
+    case, counters = Case(SHAPES[0], KINDS[0], 6), skinny.Counters()
+    plan, x = USED["splits"], case.x.reshape(2, 3, -1)
+    norm = Norm(weight=case.norm_weight, eps=EPS, delta=case.delta.view(2, 3, -1))
+    for _ in range(2):
+        found = skinny._launch(x, case.weight, plan, counters, bias=case.bias, norm=norm)
+        wanted = skinny.norm_linear_reference(x, norm, case.weight, case.bias)
+        for ours, theirs in zip(found, wanted, strict=True):
+            near(ours, theirs)
 
 
 def every_way(case: Case, plan: Plan, counts: torch.Tensor) -> list[tuple[Any, Any]]:
@@ -166,6 +180,29 @@ def test_plans_of_real_layers_compile(shape: tuple[int, int], gates: bool) -> No
     assert plan is not None
     compiled = compile_plan(plan, "gated" if gates else "plain")
     assert compiled.metadata.shared <= 227 * 1024
+
+
+def test_plans_leave_no_program_without_inputs() -> None:
+    """Fault: more splits than steps, whose programs would ask for memory behind the weight."""
+    for outputs, inputs, itemsize in itertools.product(
+        (576, 960, 2048, 4096, 6144, 21888, 32000), (576, 1536, 2048, 4096, 10944, 14336), (1, 2)
+    ):
+        for gated in (False, True):
+            plan = plans.config(outputs, inputs, itemsize, gated)
+            steps = -(-inputs // (plan.groups * plan.depth))
+            assert (plan.splits - 1) * -(-steps // plan.splits) < steps, (outputs, inputs, plan)
+            assert plan.groups in (1, plan.warps), "groups are all warps or none"
+
+
+def test_who_takes_a_layer() -> None:
+    """Fault: vocabulary heads, tiny or odd layers, or rows on a CPU in the kernel."""
+    assert plans.plan_of(4096, 4096) is not None
+    assert plans.plan_of(128256, 4096) is None
+    assert plans.plan_of(64, 64) is None
+    assert plans.plan_of(4096, 4100) is None
+    assert plans.plan_of(64, 64, itemsize=1) is not None, "the library has no 8-bit weights"
+    with torch.inference_mode():
+        assert not plans.serves(torch.zeros(1, 64, dtype=torch.bfloat16))
 
 
 def compile_plan(plan: Plan, way: str) -> Any:

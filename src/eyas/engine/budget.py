@@ -24,7 +24,7 @@ from eyas.engine.rehearsal import PURPOSES, Shares, hollow, rehearse, tensors_of
 from eyas.engine.runner import Runner, auto_pages
 from eyas.kernels.attention_plan import WORKSPACE_BYTES, Workspace
 from eyas.kv.pool import KVPool
-from eyas.layers.linear import Linear, row_tile
+from eyas.layers.linear import Linear, row_tile, scale_type
 from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
@@ -233,12 +233,16 @@ def at_rest(case: Case, runner: Runner) -> Budget:
             name = "drafter" if isinstance(owner, nn.Module) else "state"
         sizes[name] += storage.nbytes()
     network = getattr(parts.drafter, "network", None)
-    rounds = isinstance(network, Eagle3) and drafts_rounded(case.config, case.device, case.dtype)
+    rounded = 0
+    if isinstance(network, Eagle3) and drafts_rounded(
+        case.config, network.config, case.device, case.dtype
+    ):
+        rounded = _rounded_bytes(network, scale_type(case.device, case.dtype).itemsize)
     return Budget(
         weights=sizes["weights"],
         tables=sizes["tables"],
         drafter=sizes["drafter"],
-        drafter_8bit=_rounded_bytes(network) if rounds and network is not None else 0,
+        drafter_8bit=rounded,
         kv=sizes["kv"],
         drafter_kv=sizes["drafter_kv"],
         state=sizes["state"],
@@ -258,8 +262,8 @@ def _workspace(case: Case, runner: Runner) -> int:
     return len(pools) * each + LIBRARY_BYTES * case.has_graphs
 
 
-def _rounded_bytes(network: nn.Module) -> int:
-    """Of `Eagle3.rounded`: weights of linear layers in 8 bits with a scale a row, all else copied.
+def _rounded_bytes(network: nn.Module, scale: int) -> int:
+    """Of `Eagle3.rounded`: linear layers in 8 bits with `scale` bytes a row, all else copied.
 
     Making it would be a second's work on the meta device.
     """
@@ -267,5 +271,5 @@ def _rounded_bytes(network: nn.Module) -> int:
     for module in network.modules():
         if isinstance(module, Linear):
             rows, columns = module.weight.shape
-            total += rows * columns + (rows - rows * columns) * module.weight.itemsize
+            total += rows * (columns + scale) - module.weight.nbytes
     return total

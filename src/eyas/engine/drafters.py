@@ -23,6 +23,11 @@ from eyas.speculate.standalone import StandaloneDrafter
 Network = Eagle3 | Decoder
 """What a drafter is made from: an EAGLE-3 network, or a small language model."""
 
+ROUNDED_ON_GPU = 2048
+"""Hidden size from which a draft pass on a GPU is bound by its weights' bytes."""
+ALIGNMENT = 16
+"""The GPU's kernel reads so many 8-bit weights at once."""
+
 
 def make_drafter(
     drafter: Network | Drafter | None,
@@ -120,17 +125,22 @@ def _check_size(
 
 def _quick(drafter: Eagle3, config: EngineConfig, weight: torch.Tensor) -> Eagle3 | None:
     """The drafter with 8-bit weights, where it can draft faster."""
-    rounds = drafts_rounded(config, weight.device, weight.dtype)
+    rounds = drafts_rounded(config, drafter.config, weight.device, weight.dtype)
     require(
         rounds or config.draft_weights != "int8",
         f"draft_weights int8 in {weight.dtype} on {weight.device.type}",
-        "8-bit draft passes are made for bfloat16 on a CPU",
+        "8-bit draft passes are made for bfloat16 on a CPU, and for 16 bits on a GPU",
         "use auto or full",
     )
     return drafter.rounded() if rounds else None
 
 
-def drafts_rounded(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:
+def drafts_rounded(
+    config: EngineConfig, drafter: DrafterConfig, device: torch.device, dtype: torch.dtype
+) -> bool:
     """Whether an EAGLE-3 network on `device` drafts with a copy in 8 bits."""
-    able = device.type == "cpu" and dtype == torch.bfloat16
-    return able and config.draft_weights != "full"
+    if device.type == "cpu":
+        return dtype == torch.bfloat16 and config.draft_weights != "full"
+    able = dtype in (torch.bfloat16, torch.float16) and drafter.hidden_size % ALIGNMENT == 0
+    wanted = config.draft_weights == "auto" and drafter.hidden_size >= ROUNDED_ON_GPU
+    return able and (wanted or config.draft_weights == "int8")

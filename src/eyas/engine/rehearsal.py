@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -131,8 +131,8 @@ def rehearse(
 ) -> tuple[Counter[str], Counter[str]]:
     """Most bytes at once, by purpose, of the largest prefill and of the largest cycle.
 
-    `parts` were made on the meta device for `home` and are used up: of blocks that are alike one
-    is left, since what a block needs is free again when the next one runs.
+    `parts` were made on the meta device for `home` and are used up: of blocks that are alike two
+    are left: the second runs while what the first gave is held, and so would every further one.
     """
     held = [tensor for _, tensor in tensors_of(parts)]
     target, vocabularies = parts.target, {parts.target.config.vocab_size}
@@ -189,12 +189,11 @@ def _ids(size: tuple[int, ...]) -> torch.Tensor:
 
 
 def _stand_in(parts: Parts, ledger: Ledger, home: torch.device) -> Parts:
-    """`parts` with watched attention, one block of each kind, and experts that only allocate."""
+    """`parts` with watched attention, two blocks of each kind, and experts that only allocate."""
     drafter: Any = parts.drafter
     for model in (parts.target, getattr(drafter, "model", None)):
         if isinstance(model, Decoder):
-            kinds = {_kind(block): block for block in reversed(model.blocks)}
-            model.blocks = nn.ModuleList(reversed(kinds.values()))
+            model.blocks = nn.ModuleList(_few(model.blocks))
             for module in model.modules():
                 if isinstance(module, Experts):
                     module.__dict__["forward"] = partial(_experts, module)
@@ -202,6 +201,15 @@ def _stand_in(parts: Parts, ledger: Ledger, home: torch.device) -> Parts:
     if hasattr(drafter, "attention"):
         drafter.attention = _Watched(drafter.attention, drafter.pool, ledger, home)
     return dataclasses.replace(parts, attention=watched)
+
+
+def _few(blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The first two of each kind."""
+    seen: Counter[Any] = Counter()
+    for block in blocks:
+        seen[_kind(block)] += 1
+        if seen[_kind(block)] <= 2:
+            yield block
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:

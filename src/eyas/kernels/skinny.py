@@ -12,6 +12,8 @@ the other rows, as long as there are no more than `MOST_ROWS` or the library kee
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -145,6 +147,8 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`run` of rows of any leading shape."""
     lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    if norm is not None and norm.delta is not None:
+        norm = replace(norm, delta=norm.delta.reshape(rows.shape))
     count = counted(plan, MOST_ROWS, weight.shape[0])
     counts = counters.zeros(count, x.device) if count else None
     y, total = run(

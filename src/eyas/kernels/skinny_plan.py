@@ -13,7 +13,7 @@ from eyas.kernels.skinny_triton import ROWS, Plan
 
 MOST_ROWS = ROWS
 """Passes of more rows go to the library."""
-LEAST_BYTES = 1 << 20
+LEAST_BYTES = 1 << 19
 """Weights smaller than this go to the library."""
 MOST_OUTPUTS = 65536
 """Layers of more outputs, which vocabulary heads are, reach the memory's speed in the library."""
@@ -22,8 +22,12 @@ MOST_NORMED = 2048
 
 
 def plan_of(outputs: int, inputs: int, itemsize: int = 2, gated: bool = False) -> Plan | None:
-    """The plan for a weight [outputs, inputs] of so many bytes a number; None: the library's."""
-    if outputs * inputs * itemsize < LEAST_BYTES or outputs > MOST_OUTPUTS or inputs % 16:
+    """The plan for a weight [outputs, inputs] of so many bytes a number; None: the library's.
+
+    The library has no 8-bit weights.
+    """
+    worth = outputs * inputs * itemsize >= LEAST_BYTES and outputs <= MOST_OUTPUTS
+    if inputs % 16 or (itemsize > 1 and not worth):
         return None
     return config(outputs, inputs, itemsize, gated)
 

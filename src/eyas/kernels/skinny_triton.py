@@ -326,6 +326,7 @@ def run(
     assert x.stride(1) == 1 and weight.is_contiguous(), "numbers of a row lie side by side"
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     delta = None if norm is None else norm.delta
+    assert delta is None or (delta.shape == x.shape and delta.stride(1) == 1), "added row by row"
     total = x if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     grid = (-(-num_rows // ROWS), -(-weight.shape[0] // plan.outputs), plan.splits)
     needed = math.prod(grid) * plan.outputs * ROWS if plan.splits > 1 else 0

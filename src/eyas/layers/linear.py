@@ -218,7 +218,7 @@ class Int8Linear(nn.Module):
         scales = (wide.abs().amax(1) / 127).clamp(min=1e-12)
         weight = (wide / scales[:, None]).round().to(torch.int8)
         self.register_buffer("weight", weight, persistent=False)
-        kind = linear.weight.dtype if weight.device.type == "cpu" else torch.float32
+        kind = scale_type(weight.device, linear.weight.dtype)
         self.register_buffer("scales", scales.to(kind), persistent=False)
         self.counters = skinny.Counters()
 
@@ -236,6 +236,11 @@ class Int8Linear(nn.Module):
         """See `Linear.normed`."""
         normed, x = norm(x)
         return self.gated(normed) if gates else self(normed), x
+
+
+def scale_type(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The type of an `Int8Linear`'s scales: torch's operator on a CPU wants that of the rows."""
+    return dtype if device.type == "cpu" else torch.float32
 
 
 class Embedding(nn.Module):

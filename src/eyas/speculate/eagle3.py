@@ -13,6 +13,7 @@ from eyas.attention import PagedAttention, paged_attention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
 from eyas.kernels.rows import take_rows
+from eyas.kernels.skinny_plan import MOST_ROWS
 from eyas.kv.pool import KVPool
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
@@ -20,8 +21,8 @@ from eyas.speculate.drafter import Committed, DraftContext
 from eyas.speculate.grow import Growth
 from eyas.speculate.tree import Draft
 
-QUICK_ROWS = 3
-"""Most rows of a pass for which 8-bit weights are faster (2-core CPU, AVX512-VNNI)."""
+QUICK_ROWS = {"cpu": 3, "cuda": MOST_ROWS}
+"""Most rows of a pass for which 8-bit weights are faster (2-core CPU with AVX512-VNNI; H200)."""
 
 
 class Eagle3Drafter:
@@ -85,7 +86,8 @@ class Eagle3Drafter:
 
     def _drafting(self, rows: int) -> Eagle3:
         """The network that drafts `rows` rows faster."""
-        return self.network if self.quick is None or rows > QUICK_ROWS else self.quick
+        few = rows <= QUICK_ROWS.get(self.pool.k.device.type, 0)
+        return self.quick if self.quick is not None and few else self.network
 
     def _forward(
         self, network: Eagle3, batch: ForwardBatch, hidden: torch.Tensor
