@@ -57,6 +57,14 @@ def unmarked_indices(tensors: Tensors) -> None:
     del tensors["t2d"]
 
 
+def plausible_indices(tensors: Tensors) -> None:
+    """Target ids that would do as offsets too: the mask says what they are."""
+    ids = 2 * torch.arange(len(tensors["d2t"]))
+    tensors["t2d"] = torch.zeros(128, dtype=torch.bool)
+    tensors["t2d"][ids] = True
+    tensors["d2t"] = ids
+
+
 def repeated(tensors: Tensors) -> None:
     """Two draft ids for one target id."""
     tensors["d2t"][5] = tensors["d2t"][4] - 1
@@ -67,6 +75,7 @@ MAPS: list[tuple[Change, str]] = [
     (shuffled, "'d2t': target ids .* ascend strictly"),
     (indices, "'d2t': holds target ids, where offsets from the draft ids are wanted"),
     (unmarked_indices, "'d2t': holds target ids, where offsets"),
+    (plausible_indices, "'d2t': holds target ids, where offsets"),
     (repeated, "'d2t': target ids .* ascend strictly"),
     (lambda t: t.update(d2t=t["d2t"][:-1]), r"'d2t'.*must be integers \[40\]"),
     (lambda t: t.update(d2t=t["d2t"].float()), "'d2t'.*must be integers"),
