@@ -45,6 +45,11 @@ OPTIONS = {
     "--json --num-prompts --prompts --raw --rounds --stage-prompts",
     "trace": "--accept-length --debug --help --html --json files",
     "diff": "--debug --help --html --json a b",
+    "calibrate": "--debug --device --dtype --help --json --name --seconds --tp",
+    "plan": f"{SPECULATION} --accept-length --acceptance --all-reduce --batch-size --context "
+    "--debug --draft-bits --drafter --engine --expert-bits --expert-overlap --help --html --json "
+    "--kv-bits --markdown --nodes --profile --sharded-drafter --starting-case --tp --weight-bits "
+    "model",
     "train": "--answer-tokens --attention --clip --conversations --debug --decay --device "
     "--draft-vocab-size --dtype --eval-every --evaluate-drafts --evaluate-prompts "
     "--evaluate-tokens --exclude --final-lr --folder --greedy-share --held-out --help "
@@ -130,6 +135,14 @@ def refused(message: str, *arguments: str) -> None:
         ("cannot be written", ("trace", "x.json", "--json", "/nowhere/r.json")),
         ("cannot be written", ("bench", "--html", "/nowhere/r.html")),
         ("No such file", ("diff", "/nowhere/a.json", "/nowhere/b.json")),
+        ("seconds=0", ("calibrate", "--seconds", "0")),
+        ("cannot be written", ("calibrate", "--json", "/nowhere/c.json")),
+        ("is none of the shapes", ("plan", "shape:nothing")),
+        ("profile 'abacus'", ("plan", "--profile", "abacus")),
+        ("tp=3 for the query heads of 32", ("plan", "--tp", "3")),
+        ("only the starting case is a page", ("plan", "--markdown", "page.md")),
+        ("cannot be written", ("plan", "--json", "/nowhere/p.json")),
+        ("nodes=4 with --speculative", ("plan", "--nodes", "4", "--speculative-num-steps", "2")),
     ],
 )
 def test_bad_values_are_refused_before_a_model_is_loaded(
@@ -283,6 +296,23 @@ def test_drafter_options_reach_the_drafter(model: str, drafter: str) -> None:
     refused("auxiliary layers [2, 4, 9]", *common, *layers)
     layers[-1] = "8"
     ok(*common, *layers, "--drafter-feedback", "pre", "--drafter-rope-theta", "500")
+
+
+def test_plan_ends_in_its_record(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    flags = ("--tp", "2", "--batch-size", "4", "--speculative-num-steps", "2", "--json", str(file))
+    text = ok("plan", "shape:qwen3-8b", *flags).stdout
+    assert "What if" in text and "as asked" in text
+    record = json.loads(file.read_text())
+    assert (record["schema"], record["version"]) == ("eyas.plan", 1)
+    keys = {"option", "decode_ms", "cycle_ms", "tok_per_s", "speedup", "break_even"}
+    assert all(keys <= set(row) for row in record["rows"])
+    assert record["flags"]["model"] == "shape:qwen3-8b"
+    assert record["provenance"]["versions"]["torch"]
+    page, case = tmp_path / "case.md", tmp_path / "case.json"
+    ok("plan", "--starting-case", "--markdown", str(page), "--json", str(case))
+    assert page.read_text().startswith("# The starting case")
+    assert json.loads(case.read_text())["all_reduces"] == 122
 
 
 def test_a_chain_needs_only_its_steps(model: str, drafter: str) -> None:

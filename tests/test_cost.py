@@ -14,8 +14,6 @@ from eyas.checkpoint import read_config, resolve
 from eyas.config import SpeculationConfig
 from eyas.cost import (
     Cycle,
-    Precision,
-    Setting,
     cycle_ops,
     draft_pass,
     extend_pass,
@@ -35,6 +33,7 @@ from eyas.models.dummy import dummy_drafter_config
 from eyas.models.eagle3 import Eagle3
 from eyas.models.families import model_config
 from eyas.operations import COMPONENTS, Op, Work, merged
+from eyas.setting import Precision, Setting
 
 SHAPES = ("llama-3.1-8b", "smollm2-135m", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite")
 
@@ -180,7 +179,9 @@ def test_keys_and_values() -> None:
     setting = Setting(context=1000)
     assert total(target_pass(llama, setting, 4), "kv") == 32 * 1000 * 2 * 8 * 128 * 2
     per_node = dataclasses.replace(setting, kv_per_node=True)
-    assert total(target_pass(llama, per_node, 4), "kv") == 4 * 32 * 1000 * 2 * 8 * 128 * 2
+    assert total(target_pass(llama, per_node, 4), "kv") == 32 * 1000 * 2 * 8 * 128 * 2
+    assert total(target_pass(llama, per_node, 4), "again") == 3 * 32 * 1000 * 2 * 8 * 128 * 2
+    assert total(target_pass(llama, setting, 4), "again") == 0
     four = dataclasses.replace(setting, ranks=4)
     assert total(target_pass(llama, four), "kv") == 32 * 1000 * 2 * 2 * 128 * 2
     eight_bit = Setting(context=1000, ranks=8, batch=3, precision=Precision(kv_bits=8))

@@ -8,7 +8,7 @@ import pytest
 
 from eyas.checkpoint import read_config, resolve
 from eyas.config import SpeculationConfig
-from eyas.cost import Precision, Setting, target_pass
+from eyas.cost import target_pass
 from eyas.errors import ConfigError
 from eyas.estimate import (
     EYAS,
@@ -26,6 +26,7 @@ from eyas.model_config import ModelConfig
 from eyas.models.dummy import dummy_drafter_config
 from eyas.models.families import model_config
 from eyas.operations import ATTENTION, LINEAR, MOE, Op, Work, linear
+from eyas.setting import Precision, Setting
 
 H200 = load_profile("h200")
 BOX = load_profile("rtx-pro-6000-tuned")
@@ -154,6 +155,17 @@ def test_an_engines_own_attention() -> None:
     assert op_us(heads, BOX, slow) == op_us(heads, BOX)
 
 
+def test_keys_read_again_come_from_the_cache_where_they_fit() -> None:
+    """Fault: a kernel that reads keys for every node priced as if memory served each time."""
+    one = Op(name="attention", component=ATTENTION, work=Work.LATENT, rows=4, kv=20e6)
+    twice = dataclasses.replace(one, again=20e6)
+    share = H200.read_gb_s / H200.cache_gb_s
+    slope = (H200.latent_us(1e9) - H200.latent_us(0)) / 1e9
+    assert op_us(twice, H200) - op_us(one, H200) == pytest.approx(20e6 * share * slope)
+    large = dataclasses.replace(twice, kv=200e6)
+    assert op_us(large, H200) == pytest.approx(H200.latent_us(220e6))
+
+
 def test_the_host_shows_where_the_device_is_quicker() -> None:
     """Fault: a tiny model as fast as its kernels, whatever the host needs."""
     slow_host = dataclasses.replace(H200, host_us=2000.0)
@@ -175,8 +187,8 @@ def test_accept_length() -> None:
     wide = SpeculationConfig(num_steps=5, eagle_topk=4, num_draft_tokens=21)
     found = [accept_length((0.6,), s) for s in (narrow, wide)]
     assert chain < found[0] < found[1] < 6
-    first = 1 - 0.4 * 0.7
-    assert found[0] == pytest.approx(1 + sum(first**i for i in range(1, 6)))
+    hit = 1 - 0.4 * 0.7**0.5
+    assert found[0] == pytest.approx(1 + sum(hit**i for i in range(1, 6)))
 
 
 def test_rates_and_ratios() -> None:

@@ -23,6 +23,7 @@ RANKS = {
     "spans": 0,
     "hardware": 1,
     "operations": 1,
+    "setting": 1,
     "estimate": 1,
     "cost": 1,
     "fingerprint": 1,
@@ -56,8 +57,8 @@ GROUND = {
     "kernels": {"sampling", "kv"},
     "checkpoint": {"gguf_folder"},
     "distributed": {"fingerprint"},
-    "cost": {"operations"},
-    "estimate": {"cost", "hardware", "operations"},
+    "cost": {"operations", "setting"},
+    "estimate": {"cost", "hardware", "operations", "setting"},
 }
 """Rooms that may also use named ones of their own floor."""
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from eyas.config import DrafterOptions, EngineConfig, SamplingParams, SpeculationConfig, require
 from eyas.errors import EyasError, RequestError
 from eyas.flags import FlagGroup, with_configs
-from eyas.report.options import BenchConfig
+from eyas.report.options import BenchConfig, CalibrateConfig, PlanConfig
 from eyas.train.settings import TrainConfig
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ Drafter = Annotated[
     typer.Option(
         help="EAGLE-3 drafter or small model that drafts; auto: the one shipped for the model; none"
     ),
+]
+PlanModel = Annotated[
+    str, typer.Argument(help="checkpoint folder, hub repository, or shape:NAME; only its config")
+]
+PlanDrafter = Annotated[
+    str, typer.Option(help="usual, latent, none, auto, shape:NAME, or a checkpoint")
 ]
 Json = Annotated[str, typer.Option("--json", help="file that the record is written to")]
 Html = Annotated[str, typer.Option("--html", help="file that the record is drawn in")]
@@ -79,6 +85,8 @@ SPECULATION = FlagGroup(
 DRAFTER = FlagGroup(config=DrafterOptions, prefix="drafter_", panel="Drafter")
 SAMPLING = FlagGroup(config=SamplingParams, panel="Sampling")
 BENCH = FlagGroup(config=BenchConfig, panel="Bench")
+PLAN = FlagGroup(config=PlanConfig, panel="Plan")
+CALIBRATE = FlagGroup(config=CalibrateConfig, panel="Calibrate")
 TRAIN = FlagGroup(config=TrainConfig, panel="Training")
 
 
@@ -270,6 +278,41 @@ def train(config: TrainConfig) -> None:
     from eyas.train.trainer import run
 
     run(config)
+
+
+@command(speculation=SPECULATION, config=PLAN)
+def plan(
+    speculation: SpeculationConfig | None,
+    config: PlanConfig,
+    model: PlanModel = "shape:llama-3.1-8b",
+    drafter: PlanDrafter = "usual",
+    json_file: Json = "",
+    html_file: Html = "",
+) -> None:
+    """Predict decode, cycle and tokens per second from configs, and what changes would bring."""
+    from eyas.report.planning import planned, taken_apart
+
+    _check_writable(json_file, html_file, config.markdown)
+    console = Console(highlight=False)
+    if config.starting_case:
+        record = taken_apart(console, config.markdown)
+    else:
+        record = planned(console, model, drafter, speculation, config)
+    _write(record, json_file, html_file)
+
+
+@command(config=CALIBRATE)
+def calibrate(config: CalibrateConfig, json_file: Json = "") -> None:
+    """Measure this machine's profile, for eyas plan --profile."""
+    from eyas.report.calibrate import calibrate as measure
+    from eyas.report.calibrate import show
+    from eyas.report.records import write_record
+
+    _check_writable(json_file)
+    profile = measure(config, Console(stderr=True).is_terminal)
+    show(Console(highlight=False), profile)
+    if json_file:
+        write_record(Path(json_file), profile.to_json())
 
 
 @command(engine=ENGINE, speculation=SPECULATION, options=DRAFTER)

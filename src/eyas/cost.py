@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eyas.config import SpeculationConfig, Strict, option, require
+from eyas.config import SpeculationConfig, require
 from eyas.model_config import DrafterConfig, MLAConfig, ModelConfig, MoEConfig
 from eyas.operations import (
     ACTIVATION,
@@ -32,83 +32,10 @@ from eyas.operations import (
     norm,
     small,
 )
+from eyas.setting import Setting
 
 GLUE = 3
 """Launches that put latent attention's queries, keys and results in place."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision(Strict):
-    """Bits of a stored number, scales included: 4.5 for 4 bits in groups of 32."""
-
-    weight_bits: float = option(16.0, "bits of a weight")
-    expert_bits: float = option(0.0, "bits of a routed expert's weight; 0: as other weights")
-    kv_bits: float = option(16.0, "bits of a kept key or value")
-    draft_bits: float = option(16.0, "bits of a drafter's weight")
-
-    def __post_init__(self) -> None:
-        for name in ("weight_bits", "kv_bits", "draft_bits"):
-            value = getattr(self, name)
-            require(0 < value <= 32, f"{name}={value}", "must lie in (0, 32]", "give such as 16")
-        value = self.expert_bits
-        require(0 <= value <= 32, f"expert_bits={value}", "must lie in 0 .. 32", "give such as 4.5")
-
-    @property
-    def expert(self) -> float:
-        """Bits of a routed expert's weight."""
-        return self.expert_bits or self.weight_bits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting(Strict):
-    """How passes are spread over ranks, over which requests, in which precision."""
-
-    ranks: int = 1
-    batch: int = 1
-    context: int = 512
-    """Committed positions of a request."""
-    precision: Precision = Precision()
-    data_parallel_attention: bool = False
-    """Every rank has whole attention for its share of the requests."""
-    context_ranks: int = 1
-    """Ranks that a request's keys and values are shared among."""
-    sharded_drafter: bool = False
-    """Whether the drafter too is tensor-parallel; else every rank drafts the same."""
-    kv_per_node: bool = False
-    """Whether verify attention reads keys and values for each node, not once for all."""
-    expert_overlap: float = 0.0
-    """0: a request's nodes choose experts independently and evenly; 1: all choose the same ones."""
-
-    def __post_init__(self) -> None:
-        for name in ("ranks", "batch", "context_ranks"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name}={value}", "must be at least 1", f"give {name} >= 1")
-        require(self.context >= 0, f"context={self.context}", "must not be negative", "give 0")
-        value = self.expert_overlap
-        require(0 <= value <= 1, f"expert_overlap={value}", "must lie in 0 .. 1", "give such as 0")
-        require(
-            self.ranks % self.context_ranks == 0,
-            f"context_ranks={self.context_ranks} of {self.ranks} ranks",
-            "groups of ranks are of one size",
-            "give a divisor of the ranks",
-        )
-
-    @property
-    def attention_ranks(self) -> int:
-        """Ranks that share the heads of one request."""
-        return 1 if self.data_parallel_attention else self.ranks
-
-    @property
-    def attention_batch(self) -> int:
-        """Requests that one rank attends for."""
-        return -(-self.batch // self.ranks) if self.data_parallel_attention else self.batch
-
-    @property
-    def alone(self) -> Setting:
-        """The same for a network that every rank has whole."""
-        return dataclasses.replace(
-            self, ranks=1, context_ranks=1, data_parallel_attention=False, kv_per_node=False
-        )
 
 
 def touched(moe: MoEConfig, tokens: int, shares: Sequence[float] | None = None) -> float:
@@ -174,8 +101,9 @@ def target_pass(
     ops = [small("embedding", rows, hidden)]
     if setting.ranks > 1:
         ops.append(collective("all-reduce of embeddings", rows * hidden * ACTIVATION))
-    for layer in range(config.num_layers):
-        ops += layer_ops(config, layer, setting, nodes)
+    for layer, count in _kinds(config):
+        layer_once = layer_ops(config, layer, setting, nodes)
+        ops += [dataclasses.replace(op, times=op.times * count) for op in layer_once]
     ops.append(norm("final norm", rows, hidden))
     if aux_layers:
         ops.append(small("capture of hidden states", rows, 2 * hidden, times=aux_layers))
@@ -184,6 +112,15 @@ def target_pass(
     if setting.ranks > 1:
         ops.append(collective("share of draws", rows * 8))
     return merged(ops)
+
+
+def _kinds(config: ModelConfig) -> list[tuple[int, int]]:
+    """(first layer, number) of each kind of layer."""
+    counts: dict[tuple[int, bool], list[int]] = {}
+    for layer in range(config.num_layers):
+        window = config.windows[layer] if config.windows else 0
+        counts.setdefault((window, config.is_sparse(layer)), []).append(layer)
+    return [(layers[0], len(layers)) for layers in counts.values()]
 
 
 def layer_ops(
@@ -288,14 +225,16 @@ def _attend(
     """
     rows, share = setting.attention_batch * nodes, setting.context_ranks
     positions = shape.positions / share
-    reads = setting.attention_batch * (nodes if setting.kv_per_node else 1)
+    kept_bytes = kept * setting.precision.kv_bits / 8
+    kv = setting.attention_batch * positions * kept_bytes
     attend = Op(
         name="attention",
         component=ATTENTION,
         work=work,
         rows=rows,
-        kv=reads * positions * kept * setting.precision.kv_bits / 8,
-        moved=rows * share * (moved * ACTIVATION + kept * setting.precision.kv_bits / 8),
+        kv=kv,
+        again=kv * (nodes - 1) if setting.kv_per_node else 0.0,
+        moved=rows * share * (moved * ACTIVATION + kept_bytes),
         flops=rows * share * flops * (positions + (nodes + 1) / 2),
         width=round(positions),
     )
@@ -413,7 +352,9 @@ def cycle_ops(
     setting: Setting,
 ) -> Cycle:
     """A whole cycle; without a drafter's network, drafting costs bookkeeping alone."""
-    states = len(drafter.aux_layers) if isinstance(drafter, DrafterConfig) else 0
+    states = 0
+    if setting.capture and isinstance(drafter, DrafterConfig):
+        states = len(drafter.aux_layers)
     fixed = Op(name=CYCLE_BOOKS, component=METADATA, work=Work.FIXED)
     verify = [*target_pass(target, setting, spec.num_nodes, states), fixed]
     if drafter is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from eyas.config import SpeculationConfig, Strict, option, require
-from eyas.cost import Cycle, Setting, cycle_ops, plain_step, require_shares
+from eyas.cost import Cycle, cycle_ops, plain_step, require_shares
 from eyas.hardware import BEST, MANY_ROWS, Curve, HardwareProfile
 from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.operations import (
@@ -24,6 +24,7 @@ from eyas.operations import (
     Op,
     Work,
 )
+from eyas.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,8 @@ def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: in
         case Work.HEADS | Work.LATENT:
             latent = software.latent_us or profile.latent_us
             curve = profile.attention_us if op.work is Work.HEADS else latent
-            us = max(curve(op.kv), curve(0) + op.flops / profile.attention_tflops / 1e6)
+            arithmetic = op.flops / profile.attention_tflops / 1e6
+            us = max(curve(_keys_bytes(op, profile)), curve(0) + arithmetic)
             walk = op.width * profile.serial_ns / 1e3 if software.prefill_attention else 0.0
             return max(us, walk) + software.cache_launches * profile.small_us
         case Work.SMALL:
@@ -158,6 +160,12 @@ def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: in
         case Work.FIXED:
             books = {STEP_BOOKS: profile.decode_us, LEVEL_BOOKS: profile.step_us}
             return books.get(op.name, profile.cycle_us)
+
+
+def _keys_bytes(op: Op, profile: HardwareProfile) -> float:
+    """Keys and values read; those read again are cheaper where a cache holds them all."""
+    cached = op.kv <= profile.cache_mb * 1e6
+    return op.kv + op.again * (profile.read_gb_s / profile.cache_gb_s if cached else 1.0)
 
 
 def _arithmetic_us(op: Op, profile: HardwareProfile, base: float) -> float:
@@ -215,13 +223,14 @@ class Scenario:
 def accept_length(rates: Sequence[float], spec: SpeculationConfig) -> float:
     """Tokens of a cycle, bonus included, if a chain's drafts are accepted with `rates`.
 
-    Depths without a rate have the last one. In a tree a node has as many children as its level has
-    nodes, `eagle_topk` at most, and its j-th child is right, where better ones are wrong, with the
-    chain's rate over j: an assumption.
+    Depths without a rate have the last one. Two assumptions for trees: nodes are spread evenly over
+    levels, and a node on the right path has, besides its first child, half of what its level could
+    give it; its j-th child is right, where better ones are wrong, with the chain's rate over j.
     """
     if spec.algorithm == "NONE" or not rates:
         return 1.0
-    children = min(spec.eagle_topk, max(1.0, (spec.num_nodes - 1) / spec.depth))
+    level = min(spec.eagle_topk, max(1.0, (spec.num_nodes - 1) / spec.depth))
+    children = 1 + (level - 1) / 2
     total, reached = 1.0, 1.0
     for depth in range(spec.depth):
         rate = rates[min(depth, len(rates) - 1)]

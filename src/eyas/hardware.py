@@ -85,6 +85,10 @@ class HardwareProfile(Strict):
     """Large reads from device memory."""
     copy_gb_s: float
     """Large copies, read and written bytes together."""
+    cache_mb: float
+    """Of the last cache before memory."""
+    cache_gb_s: float
+    """Reads that this cache serves."""
     linear_us: Curve
     """A linear layer of few rows, over bytes of weights."""
     rows_factor: Curve
@@ -136,7 +140,7 @@ class HardwareProfile(Strict):
             value = getattr(self, name)
             fine = isinstance(value, Curve) or (math.isfinite(value) and value >= 0)
             require(fine, f"{name}={value}", "must be a number from 0 on", "mend the profile")
-        for name in ("memory_gb", "read_gb_s", "copy_gb_s", "attention_tflops"):
+        for name in ("memory_gb", "read_gb_s", "copy_gb_s", "cache_gb_s", "attention_tflops"):
             value = getattr(self, name)
             require(value > 0, f"{name}={value}", "must be positive", "mend the profile")
         require(

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 ALL_REDUCE, ATTENTION, MOE, LINEAR = "all-reduce", "attention", "MoE", "dense linear"
-SMALL, HEAD, SAMPLING, METADATA = "norm/rope/elementwise", "LM head", "sampling", "metadata"
+SMALL, HEAD = "norm/rope/elementwise", "LM head"
+SAMPLING, METADATA = "sampling/acceptance", "metadata"
 COMPONENTS = (ALL_REDUCE, ATTENTION, MOE, LINEAR, SMALL, HEAD, SAMPLING, METADATA)
 
 BEHIND_MLP = "all-reduce behind MLP"
@@ -51,6 +52,8 @@ class Op:
     """Bytes of weights read."""
     kv: float = 0.0
     """Bytes of committed keys and values read."""
+    again: float = 0.0
+    """Bytes of them read again, by a kernel that takes nodes for requests."""
     moved: float = 0.0
     """Bytes of activations read and written."""
     flops: float = 0.0
@@ -61,7 +64,7 @@ class Op:
 
     @property
     def bytes(self) -> float:
-        """All memory traffic."""
+        """All memory traffic, of what is read again only the first time."""
         return self.weights + self.kv + self.moved
 
 

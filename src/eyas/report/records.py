@@ -14,7 +14,7 @@ from typing import Any
 
 from eyas.errors import RecordError
 
-VERSIONS = {"bench": 1, "trace": 1, "explain": 1, "plan": 1, "diff": 1}
+VERSIONS = {"bench": 1, "trace": 1, "explain": 1, "plan": 1, "starting-case": 1, "diff": 1}
 """Kind of record -> the version that this code writes and reads."""
 PREFIX = "eyas."
 MOST_BYTES = 1 << 28
