@@ -14,6 +14,8 @@ from eyas.config import SpeculationConfig
 from eyas.errors import CheckpointError, ConfigError
 from eyas.estimate import Scenario, predict
 from eyas.model_config import ModelConfig
+from eyas.report.components import DEVICE
+from eyas.report.html import page
 from eyas.report.options import PlanConfig
 from eyas.report.plan_table import show
 from eyas.report.scenarios import read_target, scenario_of
@@ -131,6 +133,21 @@ def test_the_sum_is_visible(record: dict[str, Any]) -> None:
         assert sum(t["us"] for t in terms) == pytest.approx(estimate.us)
         assert sum(t["gb"] for t in terms) == pytest.approx(sums["traffic, GB"][stage])
         assert sums["floor, ms"][stage] < sums["device, ms"][stage]
+
+
+def test_a_page_draws_a_plan(record: dict[str, Any]) -> None:
+    """Fault: a record whose keys the page's figures take for something else."""
+    text = page(record)
+    for name in ("What if", "NVLink", "all-reduce", "Speculation pays"):
+        assert name in text
+    assert sum(record["components"].values()) == pytest.approx(record["device_ms"])
+    assert record["device_ms"] + record["idle_ms"] == pytest.approx(record["cycle_ms"])
+    stages = record["stages"].values()
+    assert sum(s["device_ms"] for s in stages) == pytest.approx(record["device_ms"])
+    given = record["acceptance"]["conditional_acceptance"]
+    assert record["acceptance"]["acceptance_by_position"][1] == pytest.approx(given[0] * given[1])
+    names = set(record["components"])
+    assert names <= set(DEVICE), names - set(DEVICE)
 
 
 SUMS = ("device, ms", "floor, ms", "launches", "traffic, GB")

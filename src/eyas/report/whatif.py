@@ -7,6 +7,8 @@ each costs to do. A record is plain values; `plan_table.py` shows it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +76,7 @@ def plan(scenario: Scenario) -> dict[str, Any]:
         "profile": {key: scenario.profile.to_json()[key] for key in ("name", "machine", "date")},
         "engine": {"name": scenario.software.name, "source": scenario.software.source},
         "accept_length": base.accept_length,
-        "acceptance": list(scenario.rates),
+        "acceptance": acceptance(scenario),
         "assumptions": assumptions(scenario),
     }
     return stamped("plan", values)
@@ -231,6 +233,14 @@ def resident_gb(scenario: Scenario) -> float:
     if not target.tie_word_embeddings:
         total += table * setting.precision.weight_bits / 8
     return total / 1e9
+
+
+def acceptance(scenario: Scenario) -> dict[str, list[float]]:
+    """Of a chain's positions: shares of cycles, and rates where those before were accepted."""
+    rates, depth = scenario.rates, scenario.speculation.depth
+    given = [rates[min(i, len(rates) - 1)] for i in range(depth)] if rates else []
+    shares = list(itertools.accumulate(given, operator.mul))
+    return {"acceptance_by_position": shares, "conditional_acceptance": given}
 
 
 def verdict(found: Prediction) -> str:
