@@ -97,9 +97,11 @@ def _scales(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ask(w_ptr, line, start, end, inner, most):  # type: ignore[no-untyped-def]
+def _ask(  # type: ignore[no-untyped-def]
+    w_ptr, line, start, end, inner, most, SCALED: tl.constexpr
+):
     """Bring the first bytes, `most` at most, of every weight row's stretch into the L2 cache."""
-    width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    width: tl.constexpr = 1 if SCALED else 2
     size = tl.minimum((end - start) * width, most) // 16 * 16
     where = (w_ptr + line * inner + start).to(tl.int64)
     tl.inline_asm_elementwise(
@@ -235,7 +237,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     start = tl.program_id(2) * stretch
     end = tl.minimum(start + stretch, inner)
     if ahead > 0:
-        _ask(w_ptr, line, start, end, inner, ahead)
+        _ask(w_ptr, line, start, end, inner, ahead, SCALED)
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -265,6 +267,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     weights = w_ptr + line * inner + depth
     used = (row < num_rows) & (depth >= 0)
     writes = tl.where(tile == 0, num_rows, 0)
+    dtype = x_ptr.dtype.element_ty
     for k in range(start, end, step):
         if EVEN:
             there = used
@@ -274,7 +277,6 @@ def _kernel(  # type: ignore[no-untyped-def]
             within = (line >= 0) & (depth < inner - k)
             w = tl.load(weights + k, within, 0.0, eviction_policy="evict_first")
         x = _rows(x_ptr, delta_ptr, row, depth + k, x_stride, delta_stride, there, ADD)
-        dtype = x.dtype
         if ADD:
             tl.store(total_ptr + row * inner + depth + k, x, there & (row < writes))
         if NORM:
