@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +16,24 @@ import eyas
 from eyas.config import SamplingParams, SpeculationConfig
 from eyas.engine.drafters import Network
 from tests.helpers import (
+    LATENT,
     VOCAB,
     Job,
     make_engine,
     run_all,
     tiny_drafter,
+    tiny_experts,
     tiny_model,
     tiny_target,
 )
 from tests.kernels.running import DEVICE
 
+LAYERS = 3
+TARGETS: dict[str, dict[str, Any]] = {
+    "grouped": {"num_layers": LAYERS},
+    "latent": {"num_layers": LAYERS, "mla": LATENT, "moe": tiny_experts(LAYERS)},
+    "normed": {"num_layers": LAYERS, "qk_norm": True},
+}
 SHAPES = {
     "none": SpeculationConfig(algorithm="NONE"),
     "chain": SpeculationConfig.chain(3),
@@ -33,22 +42,24 @@ SHAPES = {
         algorithm="STANDALONE", num_steps=2, eagle_topk=2, num_draft_tokens=4
     ),
 }
-TOKENS = 7
+RUNS = [("grouped", name) for name in SHAPES] + [("latent", "chain"), ("normed", "chain")]
+TOKENS = 5
 
 
 def write() -> dict[str, list[list[int]]]:
-    """What two requests, greedy and sampled, say under every shape."""
+    """What two requests, greedy and sampled, say in every run."""
     said = {}
-    for name, shape in SHAPES.items():
+    for target, name in RUNS:
+        shape = SHAPES[name]
         drafter: Network = tiny_drafter()
         if shape.algorithm == "STANDALONE":
             drafter = tiny_model(vocab_size=VOCAB + 32)
-        engine = make_engine(tiny_target(), drafter, shape)
+        engine = make_engine(tiny_target(**TARGETS[target]), drafter, shape)
         prompts = [(5, 6, 7, 8), (9, 3, 9, 3, 9)]
         kinds = [SamplingParams(max_tokens=TOKENS, ignore_eos=True)]
         kinds.append(SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=2))
         jobs = [Job(prompt=p, params=k) for p, k in zip(prompts, kinds, strict=True)]
-        said[name] = [list(request.output) for request in run_all(engine, jobs)]
+        said[f"{target} {name}"] = [list(request.output) for request in run_all(engine, jobs)]
     return said
 
 
