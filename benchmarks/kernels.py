@@ -24,7 +24,19 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.fingerprint import fingerprint
-from eyas.kernels import accept, draw, experts, experts_triton, gated, grow, norm, route, rows, tree
+from eyas.kernels import (
+    accept,
+    draw,
+    experts,
+    experts_triton,
+    gated,
+    grow,
+    lang,
+    norm,
+    route,
+    rows,
+    tree,
+)
 from eyas.model_config import MoEConfig
 from eyas.sampling import SamplingRows
 
@@ -276,9 +288,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="a part of the names to measure")
     parser.add_argument("--sweep", action="store_true", help="other tiles for the experts instead")
+    parser.add_argument("--early", action="store_true", help="launch kernels early")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     console = Console(width=110)
+    lang.EARLY = args.early
     if args.sweep:
         sweep(console)
         return

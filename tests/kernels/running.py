@@ -40,9 +40,17 @@ def interpret(file: str, *arguments: str) -> None:
 def compiles(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int = 4
 ) -> Any:
-    """Compile `kernel` for an H200: argument types by name, constants by name."""
+    """Compile `kernel` for an H200: argument types by name, constants by name.
+
+    One that takes turns is compiled to be launched early.
+    """
+    early = "EARLY" in kernel.arg_names
+    constants = constants | {"EARLY": True} if early else constants
     signature = {
         name: types.get(name, "constexpr") for name in kernel.arg_names if name in types | constants
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "launch_pdl": early}
+    compiled = triton.compile(source, target=HOPPER, options=options)
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == early, "it does not take its turn"
+    return compiled

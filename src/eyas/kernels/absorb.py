@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from eyas.kernels.lang import block_of, runs_kernels, tl, triton
+from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns
 
 ROWS = 16
 """Rows per tile: the fewest a tensor core takes."""
@@ -50,8 +50,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (tile of outputs, head, tile of rows)."""
+    take_turn(EARLY)
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -105,6 +107,7 @@ def head_product_triton(
         ROWS=ROWS,
         OUTPUTS=tile,
         DEPTH=DEPTH,
+        **turns(x),
     )
     return out
 

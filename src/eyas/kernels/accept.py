@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from eyas.kernels.lang import block_of, runs_kernels, tl, triton
+from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns
 
 
 class Slots(NamedTuple):
@@ -110,8 +110,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     CHAIN: tl.constexpr,
     NODES: tl.constexpr,
     PLACES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (request): its walk, then its slot."""
+    take_turn(EARLY)
     request = tl.program_id(0)
     node, place = tl.arange(0, NODES), tl.arange(0, PLACES)
     inside, first = node < nodes, request * nodes
@@ -183,6 +185,7 @@ def settle_triton(
         NODES=block_of(nodes),
         PLACES=block_of(depth + 1),
         num_warps=1,
+        **turns(tokens),
     )
     return settled
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from eyas import sampling
-from eyas.kernels.lang import block_of, runs_kernels, tl, triton
+from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns
 from eyas.kernels.order import key_of, number_of, score_of, without
 from eyas.sampling import SamplingRows, filter_logits, perturb, scale
 
@@ -83,8 +83,10 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     NOISE: tl.constexpr,
     MAPPED: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (row, tile): its TOPK best keys and, for TOPK > 1, the sum of exp(score - best)."""
+    take_turn(EARLY)
     row, tile = tl.program_id(0), tl.program_id(1)
     column = tile * TILE + tl.arange(0, TILE)
     inside = column < size
@@ -146,8 +148,10 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     MAPPED: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (row): the tokens of its TOPK best columns, and for TOPK > 1 their log-softmax."""
+    take_turn(EARLY)
     row = tl.program_id(0)
     keys, log_sum = best_of_tiles(keys_ptr, sums_ptr, row, tiles, TOPK, TILES, BLOCK)
     for k in tl.static_range(TOPK):
@@ -202,6 +206,7 @@ def best_triton(
         NOISE=noise,
         MAPPED=mapped,
         TILE=TILE,
+        **turns(logits),
     )
     _row_kernel[(count,)](
         keys,
@@ -214,6 +219,7 @@ def best_triton(
         MAPPED=mapped,
         TILES=block_of(tiles),
         BLOCK=block_of(tiles * topk),
+        **turns(logits),
     )
     return tokens, scores
 

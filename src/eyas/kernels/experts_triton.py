@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from eyas.kernels.lang import runs_kernels, tl, triton
+from eyas.kernels.lang import runs_kernels, take_turn, tl, triton, turns
 
 PAIRS = 16
 """Pairs per tile: the fewest a tensor core takes."""
@@ -29,9 +29,16 @@ them are on their way from memory."""
 
 @triton.jit
 def _list_kernel(  # type: ignore[no-untyped-def]
-    ids_ptr, members_ptr, counts_ptr, num_pairs, num_rows, BLOCK: tl.constexpr
+    ids_ptr,
+    members_ptr,
+    counts_ptr,
+    num_pairs,
+    num_rows,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (expert): its pairs, ascending, and their number."""
+    take_turn(EARLY)
     expert = tl.program_id(0)
     count = 0
     for start in range(0, num_pairs, BLOCK):
@@ -95,8 +102,10 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     PAIRS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (tile of outputs, slot): `silu(gate) * up` of the expert's pairs."""
+    take_turn(EARLY)
     expert, count = _expert(ids_ptr, members_ptr, counts_ptr, num_rows, SINGLE, BY_PAIR)
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = columns < size
@@ -143,8 +152,10 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     PAIRS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (tile of outputs, slot): the expert's way down for its pairs."""
+    take_turn(EARLY)
     expert, count = _expert(ids_ptr, members_ptr, counts_ptr, num_rows, SINGLE, BY_PAIR)
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = columns < size
@@ -179,8 +190,10 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (row, tile of columns): the weighted sum over the row's experts, then `shared`."""
+    take_turn(EARLY)
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -217,7 +230,9 @@ def experts_triton(
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     single, by_pair = num_rows == 1, pairs < num_experts
     if not single:
-        _list_kernel[(num_experts,)](ids, members, counts, pairs, num_rows, BLOCK=LIST_BLOCK)
+        _list_kernel[(num_experts,)](
+            ids, members, counts, pairs, num_rows, BLOCK=LIST_BLOCK, **turns(x)
+        )
     lists = (ids, members, counts)
     grid = {"SINGLE": single, "BY_PAIR": by_pair, "PAIRS": PAIRS}
     tile = {"OUTPUTS": OUTPUTS, "DEPTH": DEPTH, "num_stages": STAGES}
@@ -236,10 +251,21 @@ def experts_triton(
         EVEN=hidden % DEPTH == 0,
         **grid,
         **tile,
+        **turns(x),
     )
     each = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     _down_kernel[(triton.cdiv(hidden, OUTPUTS), slots)](
-        wide, down, each, *lists, num_rows, hidden, size, EVEN=size % DEPTH == 0, **grid, **tile
+        wide,
+        down,
+        each,
+        *lists,
+        num_rows,
+        hidden,
+        size,
+        EVEN=size % DEPTH == 0,
+        **grid,
+        **tile,
+        **turns(x),
     )
     out = torch.empty(num_rows, hidden, dtype=x.dtype, device=x.device)
     _sum_kernel[(num_rows, triton.cdiv(hidden, SUM_BLOCK))](
@@ -252,6 +278,7 @@ def experts_triton(
         TOP_K=top_k,
         SHARED=shared is not None,
         BLOCK=SUM_BLOCK,
+        **turns(x),
     )
     return out
 

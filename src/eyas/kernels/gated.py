@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from eyas.kernels.lang import runs_kernels, tl, triton
+from eyas.kernels.lang import runs_kernels, take_turn, tl, triton, turns
 
 BLOCK = 1024
 """Outputs per program."""
@@ -22,8 +22,11 @@ def gated_reference(both: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _kernel(both_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _kernel(  # type: ignore[no-untyped-def]
+    both_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     """Program (row, tile of its outputs)."""
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -39,7 +42,7 @@ def gated_triton(both: torch.Tensor) -> torch.Tensor:
     rows, size = both.reshape(-1, both.shape[-1]), both.shape[-1] // 2
     out = torch.empty(rows.shape[0], size, dtype=both.dtype, device=both.device)
     grid = (rows.shape[0], triton.cdiv(size, BLOCK))
-    _kernel[grid](rows, out, rows.stride(0), size, BLOCK=BLOCK)
+    _kernel[grid](rows, out, rows.stride(0), size, BLOCK=BLOCK, **turns(rows))
     return out.view(*both.shape[:-1], size)
 
 

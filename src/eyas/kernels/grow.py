@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from eyas.kernels.lang import block_of, runs_kernels, tl, triton
+from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns
 from eyas.kernels.order import key_of, number_of, without
 from eyas.kernels.tree import Pool, int64s
 
@@ -94,8 +94,10 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     step,
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (request): its children into the pool, the best into the next frontier."""
+    take_turn(EARLY)
     request, lane = tl.program_id(0), tl.arange(0, BLOCK)
     used = lane < TOPK
     inside, child = used[:, None] & used[None, :], lane[:, None] * TOPK + lane[None, :]
@@ -156,6 +158,7 @@ def advance_triton(
         TOPK=topk,
         BLOCK=block_of(topk),
         num_warps=1,
+        **turns(tokens),
     )
     return made
 

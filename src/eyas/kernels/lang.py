@@ -27,7 +27,10 @@ except ImportError:
 
     triton, tl = _NoTriton(), None
 
-__all__ = ["block_of", "runs_kernels", "tl", "triton", "warps_of"]
+__all__ = ["block_of", "runs_kernels", "take_turn", "tl", "triton", "turns", "warps_of"]
+
+EARLY = False
+"""Whether kernels are launched before the one they follow has ended: see `take_turn`."""
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
@@ -36,6 +39,26 @@ def runs_kernels(x: torch.Tensor) -> bool:
     It does on a GPU, or where Triton interprets, unless a gradient may be asked for.
     """
     return (x.is_cuda or INTERPRETED) and not torch.is_grad_enabled()
+
+
+@triton.jit
+def take_turn(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First of all in a kernel: wait for the launch before, then let the next one come.
+
+    On a GPU of the Hopper generation or later a kernel launched EARLY may begin while the one it
+    follows still runs (programmatic dependent launch). Until that one has ended and its writes are
+    seen it must touch no memory that any launch writes, so every program of it waits here. A kernel
+    that is not launched so follows as ever.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def turns(x: torch.Tensor) -> dict[str, bool]:
+    """Arguments of a launch on x's device, for a kernel that takes its turn by `EARLY`."""
+    early = EARLY and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 def block_of(size: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from eyas.kernels.lang import block_of, runs_kernels, tl, triton
+from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns
 from eyas.kv.pool import KVPool, flat_rows
 
 
@@ -49,8 +49,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     dim,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (request, layer and KV head)."""
+    take_turn(EARLY)
     request, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kv_len, count = tl.load(kv_lens_ptr + request), tl.load(counts_ptr + request)
     table = table_ptr + request * columns
@@ -89,6 +91,7 @@ def keep_path_triton(
             dim,
             PLACES=block_of(path.shape[1]),
             BLOCK=block_of(dim),
+            **turns(tensor),
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from eyas.kernels.lang import block_of, runs_kernels, tl, triton, warps_of
+from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns, warps_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,10 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     eps,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (row): the row, plus `delta` if ADD, normed."""
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -106,9 +108,18 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, out_ptr, x_stride, size, wide, eps, BLOCK: tl.constexpr
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    x_stride,
+    size,
+    wide,
+    eps,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (row): its first `size` numbers normed, those up to `wide` copied."""
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     first = columns < size
@@ -130,8 +141,10 @@ def _pair_kernel(  # type: ignore[no-untyped-def]
     size,
     eps,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (row, half): that half of the row, normed."""
+    take_turn(EARLY)
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -161,6 +174,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
         ADD=False,
         BLOCK=block,
         num_warps=warps_of(block),
+        **turns(rows),
     )
     return out.view(x.shape)
 
@@ -186,6 +200,7 @@ def add_rms_norm_triton(
         ADD=True,
         BLOCK=block,
         num_warps=warps_of(block),
+        **turns(rows),
     )
     return out.view(x.shape), total.view(x.shape)
 
@@ -205,6 +220,7 @@ def rms_norm_first_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> 
         eps,
         BLOCK=block,
         num_warps=warps_of(block),
+        **turns(rows),
     )
     return out.view(x.shape)
 
@@ -233,6 +249,7 @@ def rms_norm_pair_triton(
         eps,
         BLOCK=block,
         num_warps=warps_of(block),
+        **turns(a),
     )
     return out
 

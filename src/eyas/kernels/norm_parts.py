@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from eyas.kernels.lang import block_of, runs_kernels, tl, triton, warps_of
+from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns, warps_of
 from eyas.kernels.norm import rms_norm_reference
 
 MOST = 4
@@ -43,8 +43,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     WEIGHTS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (row, tile of parts)."""
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part, column = tl.program_id(1) * PARTS + tl.arange(0, PARTS), tl.arange(0, BLOCK)
     inside = (part < parts)[:, None] & (column < size)[None, :]
@@ -90,6 +92,7 @@ def norm_parts_triton(
         PARTS=tile,
         BLOCK=block,
         num_warps=warps_of(tile * block),
+        **turns(rows),
     )
     return out.view(x.shape)
 

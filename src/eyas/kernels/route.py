@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from eyas.kernels.lang import block_of, runs_kernels, tl, triton
+from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns
 from eyas.kernels.order import key_of, number_of, without
 from eyas.model_config import MoEConfig
 
@@ -68,8 +68,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     GROUP_BLOCK: tl.constexpr,
     MEMBER_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (row): its experts, lying as groups by members."""
+    take_turn(EARLY)
     row, experts = tl.program_id(0).to(tl.int64), GROUPS * MEMBERS
     group, member = tl.arange(0, GROUP_BLOCK), tl.arange(0, MEMBER_BLOCK)
     number = group[:, None] * MEMBERS + member[None, :]
@@ -141,6 +143,7 @@ def route_triton(
         MEMBER_BLOCK=block_of(members),
         K_BLOCK=block_of(config.top_k),
         num_warps=1,
+        **turns(logits),
     )
     return ids, weights
 

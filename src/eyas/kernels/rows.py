@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from eyas.kernels.lang import runs_kernels, tl, triton
+from eyas.kernels.lang import runs_kernels, take_turn, tl, triton, turns
 
 MOST = 8
 """Tensors a launch takes."""
@@ -57,8 +57,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     W7: tl.constexpr,
     STORE: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (row, block of columns): row `index + row * step + offset` of every tensor."""
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     indexed = tl.load(index_ptr + row) + row * step + offset
@@ -101,6 +103,7 @@ def _launch(
         **{f"W{i}": width for i, width in enumerate(widths)},
         STORE=store,
         BLOCK=BLOCK,
+        **turns(index),
     )
 
 

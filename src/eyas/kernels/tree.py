@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from eyas.kernels.lang import block_of, runs_kernels, tl, triton
+from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns
 from eyas.kernels.order import key_of, without
 
 CHUNK = 16
@@ -96,8 +96,10 @@ def _chain_kernel(  # type: ignore[no-untyped-def]
     ancestors_ptr,
     nodes,
     NODES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (request)."""
+    take_turn(EARLY)
     request, node = tl.program_id(0), tl.arange(0, NODES)
     inside, row = node < nodes, request * nodes + node
     drafts = tl.load(drafts_ptr + request * (nodes - 1) + node - 1, inside & (node > 0), 0)
@@ -125,8 +127,10 @@ def _plant_kernel(  # type: ignore[no-untyped-def]
     POOL: tl.constexpr,
     NODES: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (request): ranks of its candidates, the best as nodes, and who sees whom."""
+    take_turn(EARLY)
     request = tl.program_id(0)
     number = tl.arange(0, POOL)
     inside, first, row = number < pool_size, request * pool_size, request * nodes
@@ -174,7 +178,9 @@ def chain_triton(roots: torch.Tensor, drafts: torch.Tensor) -> Nodes:
     requests, nodes = drafts.shape[0], drafts.shape[1] + 1
     made = Nodes(*int64s(4, roots, requests, nodes))
     drafts = drafts.contiguous()
-    _chain_kernel[(requests,)](roots, drafts, *made, nodes, NODES=block_of(nodes), num_warps=1)
+    _chain_kernel[(requests,)](
+        roots, drafts, *made, nodes, NODES=block_of(nodes), num_warps=1, **turns(roots)
+    )
     return made
 
 
@@ -194,6 +200,7 @@ def plant_triton(roots: torch.Tensor, pool: Pool, count: int, depth: int) -> Nod
         POOL=block_of(size),
         NODES=block_of(count),
         CHUNK=CHUNK,
+        **turns(roots),
     )
     return made
 

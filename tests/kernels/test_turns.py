@@ -1,0 +1,72 @@
+"""Kernels that are launched early give what they give one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eyas.kernels import accept, gated, lang, norm, norm_parts
+from eyas.kernels.draw import candidates
+from eyas.kernels.experts_triton import experts_triton
+from eyas.kernels.route import route
+from eyas.kernels.rows import put_rows, take_rows
+from eyas.kernels.tree import chain
+from eyas.model_config import MoEConfig
+from tests.helpers import fresh_slots
+from tests.kernels.running import on_gpu
+from tests.kernels.test_draw import rows_of
+
+CONFIG = MoEConfig(num_experts=16, top_k=4, intermediate_size=256)
+
+
+def work(seed: int, rounds: int) -> list[torch.Tensor]:
+    """A long chain of our launches alone, each reading what the one before wrote; in a graph."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device="cuda").bfloat16()
+
+    x, weight, router = randn(4, 512), randn(512), randn(4, 16)
+    gate_up, down = randn(16, 512, 512) * 0.05, randn(16, 512, 256) * 0.05
+    ids, sampling = torch.arange(512, device="cuda"), rows_of([0.0] * 4)
+    kept, slots = torch.zeros(6, 512, device="cuda").bfloat16(), fresh_slots(4, device="cuda")
+
+    def run() -> list[torch.Tensor]:
+        state, y = kept.clone(), x.clone()
+        for _ in range(rounds):
+            y, total = norm.add_rms_norm(y, y, weight, 1e-5)
+            heads = norm_parts.norm_parts(y.view(4, 8, 64), (weight[:64],) * 2, 4, 1e-5)
+            y = experts_triton(heads.flatten(1), *route(router, CONFIG), gate_up, down, total)
+            y = gated.gated(torch.stack((y, total), 1).flatten(1))
+            tokens, _ = candidates(y, ids, 1, sampling, slots.slots, 1, sampled=False, noise=False)
+            nodes = chain(tokens[:, 0], tokens)
+            settled = accept.settle(nodes.tokens, nodes.parents, nodes.tokens, 1, True, slots)
+            put_rows(settled.counts, (state,), (y,))
+            (y,) = take_rows(settled.counts, state)
+        return [y, state, slots.history, tokens]
+
+    with torch.inference_mode():
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        slots.history.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        return [t.clone() for t in out]
+
+
+@on_gpu
+@pytest.mark.parametrize("seed", range(5))
+def test_early_launches_change_nothing(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Fault: a kernel that reads before the one it follows has written."""
+    plain = work(seed, 50)
+    monkeypatch.setattr(lang, "EARLY", True)
+    assert all(torch.equal(a, b) for a, b in zip(work(seed, 50), plain, strict=True))
+
+
+def test_cpus_know_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a launch option that the interpreter does not take."""
+    monkeypatch.setattr(lang, "EARLY", True)
+    assert lang.turns(torch.zeros(1)) == {"EARLY": False}
