@@ -176,7 +176,7 @@ def test_compiles_for_hopper(name: str, way: str) -> None:
 @pytest.mark.parametrize(("shape", "gates"), [((6144, 4096), False), ((28672, 4096), True)])
 def test_plans_of_real_layers_compile(shape: tuple[int, int], gates: bool) -> None:
     """Fault: a plan that does not fit into a multiprocessor's shared memory."""
-    plan = plans.plan_of(*shape, gated=gates)
+    plan = plans.config(*shape, gated=gates)
     assert plan is not None
     compiled = compile_plan(plan, "gated" if gates else "plain")
     assert compiled.metadata.shared <= 227 * 1024
@@ -196,10 +196,11 @@ def test_plans_leave_no_program_without_inputs() -> None:
 
 def test_who_takes_a_layer() -> None:
     """Fault: vocabulary heads, tiny or odd layers, or rows on a CPU in the kernel."""
-    assert plans.plan_of(4096, 4096) is not None
-    assert plans.plan_of(128256, 4096) is None
-    assert plans.plan_of(64, 64) is None
-    assert plans.plan_of(4096, 4100) is None
+    assert plans.plan_of(4096, 4096) is None, "nobody has measured it yet"
+    assert plans.worth(4096, 4096, 2)
+    assert not plans.worth(128256, 4096, 2)
+    assert not plans.worth(64, 64, 2)
+    assert plans.plan_of(4096, 4100, itemsize=1) is None
     assert plans.plan_of(64, 64, itemsize=1) is not None, "the library has no 8-bit weights"
     with torch.inference_mode():
         assert not plans.serves(torch.zeros(1, 64, dtype=torch.bfloat16))

@@ -23,8 +23,6 @@ from eyas.speculate.standalone import StandaloneDrafter
 Network = Eagle3 | Decoder
 """What a drafter is made from: an EAGLE-3 network, or a small language model."""
 
-ROUNDED_ON_GPU = 2048
-"""Hidden size from which a draft pass on a GPU is bound by its weights' bytes."""
 ALIGNMENT = 16
 """The GPU's kernel reads so many 8-bit weights at once."""
 
@@ -138,9 +136,11 @@ def _quick(drafter: Eagle3, config: EngineConfig, weight: torch.Tensor) -> Eagle
 def drafts_rounded(
     config: EngineConfig, drafter: DrafterConfig, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether an EAGLE-3 network on `device` drafts with a copy in 8 bits."""
+    """Whether an EAGLE-3 network on `device` drafts with a copy in 8 bits.
+
+    On a GPU only where it is asked for: whether it is faster there has not been measured.
+    """
     if device.type == "cpu":
         return dtype == torch.bfloat16 and config.draft_weights != "full"
     able = dtype in (torch.bfloat16, torch.float16) and drafter.hidden_size % ALIGNMENT == 0
-    wanted = config.draft_weights == "auto" and drafter.hidden_size >= ROUNDED_ON_GPU
-    return able and (wanted or config.draft_weights == "int8")
+    return able and config.draft_weights == "int8"

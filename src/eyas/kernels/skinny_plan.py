@@ -1,7 +1,8 @@
 """Which linear layers of few rows the own kernel runs, and how it cuts their weights.
 
 A plan follows from a weight's shape alone, never from the number of rows: rows keep their bits.
-The figures behind it come from `benchmarks/skinny.py` on an H200.
+How weights are cut is reasoned, not measured: until `benchmarks/skinny.py` has shown on a GPU where
+the kernel is faster, layers of 16 bits stay with the library (`IN_16_BITS`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import torch
 from eyas.kernels.lang import runs_kernels
 from eyas.kernels.skinny_triton import ROWS, Plan
 
+IN_16_BITS = False
+"""Whether layers of 16 bits take the kernel where their shape is worth it."""
 MOST_ROWS = ROWS
 """Passes of more rows go to the library."""
 LEAST_BYTES = 1 << 19
@@ -26,10 +29,14 @@ def plan_of(outputs: int, inputs: int, itemsize: int = 2, gated: bool = False) -
 
     The library has no 8-bit weights.
     """
-    worth = outputs * inputs * itemsize >= LEAST_BYTES and outputs <= MOST_OUTPUTS
-    if inputs % 16 or (itemsize > 1 and not worth):
+    if inputs % 16 or (itemsize > 1 and not (IN_16_BITS and worth(outputs, inputs, itemsize))):
         return None
     return config(outputs, inputs, itemsize, gated)
+
+
+def worth(outputs: int, inputs: int, itemsize: int) -> bool:
+    """Whether a weight is large enough for the kernel, and not one that the library reads best."""
+    return outputs * inputs * itemsize >= LEAST_BYTES and outputs <= MOST_OUTPUTS
 
 
 def config(outputs: int, inputs: int, itemsize: int = 2, gated: bool = False) -> Plan:
