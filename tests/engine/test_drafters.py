@@ -1,0 +1,35 @@
+"""Which networks draft with 8-bit weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from eyas.config import EngineConfig
+from eyas.engine.drafters import ROUNDED_ON_GPU, drafts_rounded
+from tests.helpers import tiny_drafter
+
+CASES = [
+    ("cpu", torch.bfloat16, 64, ("auto", "int8")),
+    ("cpu", torch.float32, 64, ()),
+    ("cuda", torch.bfloat16, 64, ("int8",)),
+    ("cuda", torch.float16, ROUNDED_ON_GPU, ("auto", "int8")),
+    ("cuda", torch.float32, ROUNDED_ON_GPU, ()),
+    ("cuda", torch.bfloat16, ROUNDED_ON_GPU + 8, ()),
+]
+"""(device, dtype, hidden size, settings under which it rounds)"""
+
+
+@pytest.mark.parametrize(("device", "dtype", "hidden", "rounding"), CASES, ids=str)
+def test_who_drafts_with_rounded_weights(
+    device: str, dtype: torch.dtype, hidden: int, rounding: tuple[str, ...]
+) -> None:
+    """Fault: 8 bits where there is no kernel for them, where they gain nothing, or when off."""
+    config = tiny_drafter(own_embedding=True).config
+    config = dataclasses.replace(config, hidden_size=hidden, target_hidden_size=hidden)
+    for setting in ("auto", "int8", "full"):
+        engine = EngineConfig(device=device, draft_weights=setting)
+        found = drafts_rounded(engine, config, torch.device(device), dtype)
+        assert found == (setting in rounding), setting
