@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from eyas.config import EngineConfig
-from eyas.engine.drafters import ROUNDED_ON_GPU, drafts_rounded
+from eyas.engine.drafters import drafts_rounded
 from tests.helpers import tiny_drafter
 
 CASES = [
     ("cpu", torch.bfloat16, 64, ("auto", "int8")),
     ("cpu", torch.float32, 64, ()),
     ("cuda", torch.bfloat16, 64, ("int8",)),
-    ("cuda", torch.float16, ROUNDED_ON_GPU, ("auto", "int8")),
-    ("cuda", torch.float32, ROUNDED_ON_GPU, ()),
-    ("cuda", torch.bfloat16, ROUNDED_ON_GPU + 8, ()),
+    ("cuda", torch.float16, 2048, ("int8",)),
+    ("cuda", torch.float32, 2048, ()),
+    ("cuda", torch.bfloat16, 2056, ()),
 ]
 """(device, dtype, hidden size, settings under which it rounds)"""
 
