@@ -215,6 +215,17 @@ def test_precision_scales_what_it_names() -> None:
     assert small["experts"] == full["experts"] * 4.5 / 16
 
 
+def test_a_rounded_drafter_extends_with_whole_weights() -> None:
+    """Fault: keys of committed tokens priced as if computed from rounded weights."""
+    drafter = dummy_drafter_config(shape("llama-3.1-8b"))
+    whole, rounded = (Setting(precision=Precision(draft_bits=bits)) for bits in (16, 8))
+    drafting = [total(draft_pass(drafter, s, 1), "weights") for s in (whole, rounded)]
+    assert drafting[0] == 2 * drafting[1]
+    extending = [total(extend_pass(drafter, s, 4), "weights") for s in (whole, rounded)]
+    head = drafter.draft_vocab_size * drafter.hidden_size
+    assert extending[0] - extending[1] == head
+
+
 def test_a_cycle_is_its_passes() -> None:
     """Fault: a chain of K drafts that costs K passes, or an extend over fewer rows than it has."""
     target = shape("llama-3.1-8b")

@@ -58,7 +58,7 @@ GROUND = {
     "checkpoint": {"gguf_folder"},
     "distributed": {"fingerprint"},
     "cost": {"operations", "setting"},
-    "estimate": {"cost", "hardware", "operations", "setting"},
+    "estimate": {"cost", "hardware", "kernels", "operations", "setting"},
 }
 """Rooms that may also use named ones of their own floor."""
 

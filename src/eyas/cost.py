@@ -22,6 +22,7 @@ from eyas.operations import (
     METADATA,
     MOE,
     STEP_BOOKS,
+    Joins,
     Op,
     Work,
     collective,
@@ -35,7 +36,7 @@ from eyas.operations import (
 from eyas.setting import Setting
 
 GLUE = 3
-"""Launches that put latent attention's queries, keys and results in place."""
+"""Launches that put latent attention's queries, keys and results in place, where any do."""
 
 
 def touched(moe: MoEConfig, tokens: int, shares: Sequence[float] | None = None) -> float:
@@ -140,18 +141,19 @@ def layer_ops(
         positions=min(setting.context, window) if window else setting.context,
         bits=setting.precision.weight_bits,
     )
-    ops = [norm("norm", rows, width or hidden), *attention_ops(shape, setting, nodes)]
+    attention = attention_ops(shape, setting, nodes)
+    ops = [norm("norm", rows, width or hidden, attention[0]), *attention]
     parallel = setting.ranks > 1
     if parallel and setting.data_parallel_attention:
         ops.append(collective("gather behind attention", rows * hidden * ACTIVATION, Work.GATHER))
     elif parallel:
         ops.append(collective("all-reduce behind attention", rows * hidden * ACTIVATION))
-    ops.append(norm("norm", rows, hidden))
     if config.moe is not None and config.is_sparse(layer):
-        ops += moe_ops(config.moe, hidden, setting, nodes)
+        ops += [norm("norm", rows, hidden), *moe_ops(config.moe, hidden, setting, nodes)]
     else:
         bits = setting.precision.weight_bits
-        ops += mlp("MLP", hidden, config.intermediate_size, rows, setting.ranks, bits)
+        dense = mlp("MLP", hidden, config.intermediate_size, rows, setting.ranks, bits)
+        ops += [norm("norm", rows, hidden, dense[0]), *dense]
     if parallel and setting.data_parallel_attention:
         ops.append(collective("scatter behind MLP", rows * hidden * ACTIVATION, Work.GATHER))
     elif parallel:
@@ -183,7 +185,7 @@ def attention_ops(shape: AttentionLayer, setting: Setting, nodes: int) -> list[O
     heads, kv_heads = shape.num_heads // ranks, max(1, shape.num_kv_heads // ranks)
     ops = [linear("qkv", shape.width, (heads + 2 * kv_heads) * dim, rows, shape.bits)]
     if shape.qk_norm:
-        ops.append(small("norms of queries and keys", rows, 2 * heads * dim, times=2))
+        ops.append(small("norms of queries and keys", rows, (heads + kv_heads) * dim))
     keys = 2 * kv_heads * dim
     ops += _attend(Work.HEADS, shape, setting, nodes, keys, heads * 4 * dim, heads * 2 * dim)
     ops.append(linear("o", heads * dim, shape.hidden, rows, shape.bits))
@@ -198,11 +200,12 @@ def _latent_attention(
     head, kept, bits = mla.nope_dim + mla.rope_dim, latent + mla.rope_dim, shape.bits
     ops = [linear("down", shape.width, (mla.q_lora_rank or heads * head) + kept, rows, bits)]
     if mla.q_lora_rank:
-        ops.append(norm("norm of queries", rows, mla.q_lora_rank))
-        ops.append(linear("q up", mla.q_lora_rank, heads * head, rows, bits))
+        q_up = linear("q up", mla.q_lora_rank, heads * head, rows, bits)
+        ops += [norm("norm of queries", rows, mla.q_lora_rank, q_up), q_up]
     ops.append(norm("norm of latents", rows, latent))
     ops.append(linear("absorbed keys", latent, heads * mla.nope_dim, rows, bits))
-    ops.append(small("latent queries and keys", rows, heads * kept, times=GLUE))
+    glue = small("latent queries and keys", rows, heads * kept, times=GLUE)
+    ops.append(dataclasses.replace(glue, joins=Joins.HEADS))
     flops = heads * 2 * (kept + latent)
     ops += _attend(Work.LATENT, shape, setting, nodes, kept, flops, heads * (kept + latent))
     ops.append(linear("absorbed values", latent, heads * mla.value_dim, rows, bits))
@@ -294,13 +297,17 @@ def extend_pass(config: DrafterConfig | ModelConfig, setting: Setting, rows_each
     if isinstance(config, ModelConfig):
         return draft_pass(config, setting, rows_each)
     rows, count = setting.batch * rows_each, len(config.aux_layers)
+    precision = setting.precision
+    whole = dataclasses.replace(precision, draft_bits=precision.extend_bits)
     ops = []
     if config.fc_norm or config.norm_before_fc:
         ops.append(norm("norms of states", rows, count * config.target_hidden_size))
     if config.fused:
-        width, bits = count * config.target_hidden_size, setting.precision.draft_bits
-        ops.append(linear("fusion of states", width, config.hidden_size, rows, bits))
-    ops += _draft_layers(config, setting, rows_each)
+        width = count * config.target_hidden_size
+        ops.append(
+            linear("fusion of states", width, config.hidden_size, rows, precision.extend_bits)
+        )
+    ops += _draft_layers(config, dataclasses.replace(setting, precision=whole), rows_each)
     return merged([*ops, *_draft_logits(config, setting, 1)])
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from eyas.config import SpeculationConfig, Strict, option, require
 from eyas.cost import Cycle, cycle_ops, plain_step, require_shares
 from eyas.hardware import BEST, MANY_ROWS, Curve, HardwareProfile
+from eyas.kernels.skinny_plan import LEAST_BYTES, MOST_NORMED, MOST_ROWS
 from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.operations import (
     BEHIND_MLP,
@@ -21,6 +22,7 @@ from eyas.operations import (
     LEVEL_BOOKS,
     MOE,
     STEP_BOOKS,
+    Joins,
     Op,
     Work,
 )
@@ -39,6 +41,7 @@ class Software(Strict):
     prefill_attention: bool = option(False, "verify walks each request's keys without splits")
     blocking_copies: int = option(0, "times a cycle that the host waits for a small copy")
     waits_for_host: bool = option(True, "whether host_us of the profile is this engine's")
+    joins: bool = option(True, "few rows' norms and gates are part of other launches, on a GPU")
     latent_us: Curve | None = None
     """Its latent attention where that is slower than the profile's, over bytes read."""
     cache_launches: int = option(0, "kernels a layer that rotate, and keep keys and values")
@@ -51,6 +54,7 @@ EYAS = Software()
 SGLANG = Software(
     name="sglang",
     waits_for_host=False,
+    joins=False,
     cache_launches=2,
     decode_gap_us=60.0,
     cycle_gap_us=1190.0,
@@ -60,6 +64,7 @@ SGLANG = Software(
 VLLM = Software(
     name="vllm",
     waits_for_host=False,
+    joins=False,
     cache_launches=3,
     decode_gap_us=60.0,
     cycle_gap_us=350.0,
@@ -121,6 +126,9 @@ def estimate(
     """What `ops` take; raises `ConfigError` for a kind of all-reduce without a table."""
     lines = []
     for op in ops:
+        if joined(op, profile, software):
+            lines.append(Line(dataclasses.replace(op, launches=0), 0.0, 0.0))
+            continue
         one = op_us(op, profile, software, ranks)
         if software.overlapped and op.name == BEHIND_MLP:
             one = _overlapped_us(op, ops, profile, software, ranks)
@@ -129,6 +137,16 @@ def estimate(
             floor = profile.floor_us(op.bytes, op.flops)
         lines.append(Line(op, max(one, floor) * op.times, floor * op.times))
     return Estimate(tuple(lines))
+
+
+def joined(op: Op, profile: HardwareProfile, software: Software) -> bool:
+    """Whether `op` is part of another launch; on a CPU none is."""
+    if op.joins is None or not software.joins or not profile.eager_us:
+        return False
+    if op.joins is Joins.HEADS:
+        return True
+    few = op.rows <= MOST_ROWS and op.joined >= LEAST_BYTES
+    return few and (op.joins is Joins.GATE or op.width <= MOST_NORMED)
 
 
 def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: int = 1) -> float:

@@ -111,7 +111,7 @@ class HardwareProfile(Strict):
     node_us: float
     """A kernel that does nothing, in a graph."""
     eager_us: float
-    """Host time of launching a kernel without a graph."""
+    """Host time of launching a kernel without a graph; 0: a CPU, which launches none."""
     graph_us: float
     """What the device idles between two replays of graphs."""
     host_us: float

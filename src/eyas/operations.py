@@ -38,6 +38,14 @@ class Work(enum.Enum):
     FIXED = "bookkeeping outside of networks"
 
 
+class Joins(enum.Enum):
+    """Small kernels that an engine may make part of another's launch."""
+
+    NORM = "a norm, of the linear layer behind it"
+    GATE = "a gate, of the linear layer before it"
+    HEADS = "what puts heads in place, of the product that makes them"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """An operation that a pass does `times` times; all else is of one time, on one rank."""
@@ -60,7 +68,10 @@ class Op:
     message: float = 0.0
     """Bytes that a collective adds up or gathers, as every rank holds them afterwards."""
     width: int = 0
-    """Scores in a row that is sampled; positions that attention walks."""
+    """Scores in a row that is sampled; positions that attention walks; numbers that are normed."""
+    joins: Joins | None = None
+    joined: float = 0.0
+    """Bytes of weights of the layer whose launch it may be part of."""
 
     @property
     def bytes(self) -> float:
@@ -97,11 +108,10 @@ def mlp(
 ) -> list[Op]:
     """A gated MLP of which a rank has its share of `size`."""
     own = size // ranks
-    return [
-        linear(f"{name}: gate and up", hidden, 2 * own, rows, bits, component),
-        small(f"{name}: gate", rows, 1.5 * own),
-        linear(f"{name}: down", own, hidden, rows, bits, component),
-    ]
+    up = linear(f"{name}: gate and up", hidden, 2 * own, rows, bits, component)
+    gate = small(f"{name}: gate", rows, 1.5 * own)
+    down = linear(f"{name}: down", own, hidden, rows, bits, component)
+    return [up, dataclasses.replace(gate, joins=Joins.GATE, joined=up.weights), down]
 
 
 def logits(rows: int, hidden: int, vocab: int, ranks: int, bits: float) -> list[Op]:
@@ -120,9 +130,12 @@ def logits(rows: int, hidden: int, vocab: int, ranks: int, bits: float) -> list[
     return [*ops, draw]
 
 
-def norm(name: str, rows: int, size: int, times: int = 1) -> Op:
-    """RMSNorm with the residual added before it."""
-    return small(name, rows, 2 * size, times)
+def norm(name: str, rows: int, size: int, before: Op | None = None) -> Op:
+    """RMSNorm with the residual added before it; `before` is the linear layer that reads it."""
+    op = small(name, rows, 2 * size)
+    if before is None:
+        return op
+    return dataclasses.replace(op, width=size, joins=Joins.NORM, joined=before.weights)
 
 
 def small(name: str, rows: int, size: float, times: int = 1, component: str = SMALL) -> Op:

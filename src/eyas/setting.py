@@ -18,10 +18,11 @@ class Precision(Strict):
     weight_bits: float = option(16.0, "bits of a weight")
     expert_bits: float = option(0.0, "bits of a routed expert's weight; 0: as other weights")
     kv_bits: float = option(16.0, "bits of a kept key or value")
-    draft_bits: float = option(16.0, "bits of a drafter's weight")
+    draft_bits: float = option(16.0, "bits of a drafter's weight while it drafts")
+    extend_bits: float = option(16.0, "bits of its weights for committed tokens")
 
     def __post_init__(self) -> None:
-        for name in ("weight_bits", "kv_bits", "draft_bits"):
+        for name in ("weight_bits", "kv_bits", "draft_bits", "extend_bits"):
             value = getattr(self, name)
             require(0 < value <= 32, f"{name}={value}", "must lie in (0, 32]", "give such as 16")
         value = self.expert_bits

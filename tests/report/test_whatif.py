@@ -24,7 +24,13 @@ from eyas.setting import Precision
 
 
 def scenario(model: str = "shape:kimi-k2.5", drafter: str = "usual", **values: Any) -> Scenario:
-    given = {"profile": "rtx-pro-6000-tuned", "tp": 8, "expert_bits": 4.5, **values}
+    given: dict[str, Any] = {
+        "profile": "rtx-pro-6000-tuned",
+        "tp": 8,
+        "expert_bits": 4.5,
+        "draft_bits": 16.0,
+    }
+    given |= values
     return scenario_of(model, drafter, None, PlanConfig(**given))
 
 
@@ -201,6 +207,18 @@ def test_flags_become_a_scenario() -> None:
     assert scenario(accept_length=2.5).accept_length == pytest.approx(2.5)
     assert scenario(nodes=1).speculation.algorithm == "NONE"
     assert scenario(drafter="none").drafter is None
+
+
+def test_the_engine_drafts_as_it_does() -> None:
+    """Fault: a plan of 16-bit drafts where the engine rounds, or of rounded ones elsewhere."""
+    large = scenario("shape:llama-3.1-8b", profile="h200", tp=1, draft_bits=0.0)
+    assert large.setting.precision.draft_bits == 8
+    small = scenario("shape:smollm2-135m", profile="h200", tp=1, draft_bits=0.0)
+    assert small.setting.precision.draft_bits == 16
+    other = scenario("shape:llama-3.1-8b", profile="h200", tp=1, engine="vllm", draft_bits=0.0)
+    assert other.setting.precision.draft_bits == 16
+    asked = scenario("shape:llama-3.1-8b", profile="h200", tp=1, draft_bits=4.5)
+    assert asked.setting.precision.draft_bits == 4.5
 
 
 def test_drafters_by_name() -> None:

@@ -45,7 +45,7 @@ class PlanConfig(Strict):
     weight_bits: float = option(16.0, "bits of a weight, scales included")
     expert_bits: float = option(0.0, "bits of a routed expert's weight; 0: as other weights")
     kv_bits: float = option(16.0, "bits of a kept key or value")
-    draft_bits: float = option(16.0, "bits of a drafter's weight")
+    draft_bits: float = option(0.0, "bits of a drafter's weight; 0: as the engine drafts")
     expert_overlap: float = option(0.0, "0: a request's nodes choose experts apart; 1: the same")
     sharded_drafter: bool = option(False, "the drafter is tensor-parallel too")
     starting_case: bool = option(False, "instead: what 29 ms of verify without NVLink need")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from eyas.checkpoint import read_config, resolve
-from eyas.config import SpeculationConfig, require
-from eyas.estimate import ENGINES, Scenario
-from eyas.hardware import load_profile
+from eyas.config import EngineConfig, SpeculationConfig, require
+from eyas.engine.drafters import drafts_rounded
+from eyas.estimate import ENGINES, EYAS, Scenario
+from eyas.hardware import HardwareProfile, load_profile
 from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.dummy import dummy_drafter_config
 from eyas.models.families import model_config
@@ -26,7 +29,9 @@ def scenario_of(
 ) -> Scenario:
     """What the flags ask for; raises `ConfigError` and `CheckpointError`."""
     spec = _speculation(speculation, config, drafter)
-    target = read_target(model)
+    target, profile = read_target(model), load_profile(config.profile)
+    network = read_drafter(drafter, target, model) if spec.algorithm in _NETWORKS else None
+    draft_bits = config.draft_bits or usual_draft_bits(config.engine, network, profile)
     setting = Setting(
         ranks=config.tp,
         batch=config.batch_size,
@@ -35,7 +40,7 @@ def scenario_of(
             weight_bits=config.weight_bits,
             expert_bits=config.expert_bits,
             kv_bits=config.kv_bits,
-            draft_bits=config.draft_bits,
+            draft_bits=draft_bits,
         ),
         expert_overlap=config.expert_overlap,
         sharded_drafter=config.sharded_drafter,
@@ -43,16 +48,27 @@ def scenario_of(
     software = dataclasses.replace(ENGINES[config.engine], all_reduce=config.all_reduce)
     return Scenario(
         target=target,
-        drafter=read_drafter(drafter, target, model) if spec.algorithm in _NETWORKS else None,
+        drafter=network,
         speculation=spec,
         setting=setting,
-        profile=load_profile(config.profile),
+        profile=profile,
         software=software,
         rates=_rates(config, spec),
     )
 
 
 _NETWORKS = ("EAGLE3", "STANDALONE")
+
+
+def usual_draft_bits(
+    engine: str, drafter: DrafterConfig | ModelConfig | None, profile: HardwareProfile
+) -> float:
+    """Bits of the weights that `engine` drafts with on such a machine, 16-bit types taken."""
+    if engine != EYAS.name or not isinstance(drafter, DrafterConfig):
+        return 16.0
+    device = torch.device("cuda" if profile.eager_us else "cpu")
+    rounded = drafts_rounded(EngineConfig(), drafter, device, torch.bfloat16)
+    return 8.0 if rounded else 16.0
 
 
 def read_target(model: str) -> ModelConfig:
