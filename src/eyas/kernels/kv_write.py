@@ -1,9 +1,9 @@
 """Rotate new keys and keep keys and values in their pages, in one launch for all KV heads.
 
 `Layout` names the sizes both attention kernels are built for. The oracle is
-`eyas.attention.rope.rotate` with `KVPool.write`. `head_rows`, `turn` and `write_rows` are parts of
-the attention kernel too, which rotates its queries and may keep a pass's keys on the way: what lies
-in a page has the same bits, whoever wrote it.
+`eyas.attention.rope.rotate` with `KVPool.write`. `head_rows`, `new_rows` and `keep_rows` are parts
+of the attention kernel too, which rotates its queries and may keep a pass's keys on the way: what
+lies in a page has the same bits, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ PASS_VALUES = (
     "num_new",
     "tail_offset",
     "parts",
+    "inverse",
     "tiles",
     "shared",
     "positions",
@@ -81,11 +82,10 @@ def head_rows(  # type: ignore[no-untyped-def]
     FIRST: tl.constexpr, SIZE: tl.constexpr, END: tl.constexpr, DIM: tl.constexpr,
     ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Numbers FIRST .. END - 1 of heads of DIM numbers, and all that `turn` wants of them.
+    """Numbers FIRST .. END - 1 of heads of DIM numbers, rotated: float32 [M, SIZE], zeros behind.
 
-    Heads start at `start` int32[M]; `row` int32[M] are their rows of the tables. Returns the
-    numbers, those they turn with, cosines and signed sines: float32 [M, SIZE] each, zeros behind
-    END. The last ROPE numbers of a head are rotated in half-split order.
+    Heads start at `start` int32[M]; `row` int32[M] are their rows of the tables. The last ROPE
+    numbers of a head are rotated in half-split order.
     """
     dims = FIRST + tl.arange(0, SIZE)
     inside = used[:, None] & (dims < END)[None, :]
@@ -98,67 +98,66 @@ def head_rows(  # type: ignore[no-untyped-def]
         place = row[:, None] * rope_stride + turn[None, :]
         cos = tl.load(cos_ptr + place, turned, 1.0)
         sin = tl.load(sin_ptr + place, turned, 0.0)
-    else:
-        y, cos, sin = x, x, x
-    return x, y, cos, sin
+        x = tl.fma(y, sin, x * cos)
+    return x
 
 
 @triton.jit
-def turn(x, y, cos, sin, TURNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `head_rows` gave, rotated if TURNS."""
-    return tl.fma(y, sin, x * cos) if TURNS else x
+def _finite(x, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x in the pool's type, zero where it is not finite there."""
+    kept = x.to(kind)
+    return tl.where(tl.abs(kept.to(tl.float32)) < float("inf"), kept, 0.0)
 
 
 @triton.jit
-def _keep(  # type: ignore[no-untyped-def]
-    ptr, flat, used, new_ptr, cos_ptr, sin_ptr, new, new_stride, rope_stride,
-    FIRST: tl.constexpr, SIZE: tl.constexpr, END: tl.constexpr, DIM: tl.constexpr,
-    ROPE: tl.constexpr,
+def _put(ptr, x, flat, used, FIRST: tl.constexpr, END: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store x [M, SIZE] as numbers FIRST .. END - 1 of one head at positions `flat` int64[M]."""
+    dims = FIRST + tl.arange(0, x.shape[1])
+    tl.store(ptr + flat[:, None] * DIM + dims[None, :], x, used[:, None] & (dims < END)[None, :])
+
+
+@triton.jit
+def new_rows(  # type: ignore[no-untyped-def]
+    k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, new, used, k_new_stride, v_new_stride, rope_stride,
+    kind: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_A: tl.constexpr,
+    SIZE_B: tl.constexpr, SIZE_V: tl.constexpr, ROPE: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
-    """Keep numbers FIRST .. END - 1 of one head of the rows `new` at positions `flat` int64[M].
+    """What is to be kept of the rows `new` int32[M]: keys in one part or two, and values.
 
-    What is not finite in the pool's type is stored as zero.
+    All pointers are of one request and head.
     """
-    x, y, cos, sin = head_rows(
-        new_ptr, cos_ptr, sin_ptr, new * new_stride, new, used, rope_stride,
-        FIRST, SIZE, END, DIM, ROPE,
-    )  # fmt: skip
-    kept = turn(x, y, cos, sin, END > DIM - ROPE).to(ptr.dtype.element_ty)
-    finite = tl.abs(kept.to(tl.float32)) < float("inf")
-    kept = tl.where(finite, kept, 0.0)
-    dims = FIRST + tl.arange(0, SIZE)
-    tl.store(ptr + flat[:, None] * DIM + dims[None, :], kept, used[:, None] & (dims < END)[None, :])
-
-
-@triton.jit
-def write_rows(  # type: ignore[no-untyped-def]
-    k_ptr, v_ptr, table_ptr, k_new_ptr, v_new_ptr, cos_ptr, sin_ptr,
-    new, used, first, k_new_stride, v_new_stride, rope_stride, table_width,
-    DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_A: tl.constexpr, SIZE_B: tl.constexpr,
-    SIZE_V: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr,
-):  # fmt: skip
-    """Keep the rows `new` int32[M] of one request and head, where `used`; row 0 at index `first`.
-
-    All pointers are of that request or head.
-    """
-    index = first + new
-    inside = used & (index // PAGE < table_width)
-    page = tl.load(table_ptr + index // PAGE, inside, 0)
-    flat = page * PAGE + index % PAGE
-    _keep(
-        k_ptr, flat, used, k_new_ptr, cos_ptr, sin_ptr, new, k_new_stride, rope_stride,
+    ka = head_rows(
+        k_new_ptr, cos_ptr, sin_ptr, new * k_new_stride, new, used, rope_stride,
         0, SIZE_A, DIM if SIZE_B == 0 else WIDE, DIM, ROPE,
     )  # fmt: skip
+    kb, v = ka, ka
     if SIZE_B > 0:
-        _keep(
-            k_ptr, flat, used, k_new_ptr, cos_ptr, sin_ptr, new, k_new_stride, rope_stride,
+        kb = head_rows(
+            k_new_ptr, cos_ptr, sin_ptr, new * k_new_stride, new, used, rope_stride,
             WIDE, SIZE_B, DIM, DIM, ROPE,
         )  # fmt: skip
     if not LATENT:
-        _keep(
-            v_ptr, flat, used, v_new_ptr, cos_ptr, sin_ptr, new, v_new_stride, rope_stride,
+        v = head_rows(
+            v_new_ptr, cos_ptr, sin_ptr, new * v_new_stride, new, used, rope_stride,
             0, SIZE_V, WIDE, WIDE, 0,
         )  # fmt: skip
+    return _finite(ka, kind), _finite(kb, kind), _finite(v, kind)
+
+
+@triton.jit
+def keep_rows(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, table_ptr, ka, kb, v, index, used, table_width,
+    DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_B: tl.constexpr, PAGE: tl.constexpr,
+    LATENT: tl.constexpr,
+):  # fmt: skip
+    """Keep rows at the KV indices `index` int32[M] of one request and head, where `used`."""
+    page = tl.load(table_ptr + index // PAGE, used & (index // PAGE < table_width), 0)
+    flat = page * PAGE + index % PAGE
+    _put(k_ptr, ka, flat, used, 0, DIM if SIZE_B == 0 else WIDE, DIM)
+    if SIZE_B > 0:
+        _put(k_ptr, kb, flat, used, WIDE, DIM, DIM)
+    if not LATENT:
+        _put(v_ptr, v, flat, used, 0, WIDE, WIDE)
 
 
 @triton.jit(do_not_specialize=PASS_VALUES)
@@ -174,14 +173,17 @@ def _kernel(  # type: ignore[no-untyped-def]
     head, request = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     new = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.load(prefix_ptr + request).to(tl.int32) + tail_offset
-    row = request * num_new
-    write_rows(
-        k_ptr + head * positions * DIM, v_ptr + head * positions * WIDE,
-        table_ptr + request * table_stride,
+    row, used = request * num_new, new < num_new
+    ka, kb, v = new_rows(
         k_new_ptr + row * k_new_stride + head * DIM, v_new_ptr + row * v_new_stride + head * WIDE,
-        cos_ptr + row * rope_stride, sin_ptr + row * rope_stride,
-        new, new < num_new, first, k_new_stride, v_new_stride, rope_stride, table_width,
-        DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, ROPE, PAGE, LATENT,
+        cos_ptr + row * rope_stride, sin_ptr + row * rope_stride, new, used,
+        k_new_stride, v_new_stride, rope_stride, k_ptr.dtype.element_ty,
+        DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, ROPE, LATENT,
+    )  # fmt: skip
+    keep_rows(
+        k_ptr + head * positions * DIM, v_ptr + head * positions * WIDE,
+        table_ptr + request * table_stride, ka, kb, v, first + new, used, table_width,
+        DIM, WIDE, SIZE_B, PAGE, LATENT,
     )  # fmt: skip
 
 

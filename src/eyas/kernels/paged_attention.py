@@ -24,9 +24,9 @@ from eyas.kernels.kv_write import (
     Layout,
     Rope,
     head_rows,
+    keep_rows,
+    new_rows,
     rope_arguments,
-    turn,
-    write_rows,
 )
 from eyas.kernels.lang import tl, triton
 from eyas.kernels.splits import (
@@ -38,7 +38,7 @@ from eyas.kernels.splits import (
     merged,
     put,
     set_bits,
-    split_size,
+    split_shift,
 )
 
 HIDDEN = tl.constexpr(-1e30)
@@ -78,6 +78,25 @@ def _flat(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _queries(  # type: ignore[no-untyped-def]
+    q_ptr, cos_ptr, sin_ptr, start, node, used, rope_stride, kind: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_A: tl.constexpr, SIZE_B: tl.constexpr,
+    ROPE: tl.constexpr,
+):  # fmt: skip
+    """Rotated queries [SIZE, R] in the pool's type, in one part or two."""
+    qa = head_rows(
+        q_ptr, cos_ptr, sin_ptr, start, node, used, rope_stride,
+        0, SIZE_A, DIM if SIZE_B == 0 else WIDE, DIM, ROPE,
+    )  # fmt: skip
+    qb = qa
+    if SIZE_B > 0:
+        qb = head_rows(
+            q_ptr, cos_ptr, sin_ptr, start, node, used, rope_stride, WIDE, SIZE_B, DIM, DIM, ROPE
+        )
+    return tl.trans(qa.to(kind)), tl.trans(qb.to(kind))
+
+
+@triton.jit
 def _block(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, flat, exists,
     DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_A: tl.constexpr, SIZE_B: tl.constexpr,
@@ -113,11 +132,14 @@ def _seen(kv, low, end, bits, prefix, MASKED: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def _absorb(scores, v, factor, top, mass, acc):  # type: ignore[no-untyped-def]
-    """A block's scores [BLOCK, R] and values [BLOCK, D] taken into the sums (online softmax)."""
+    """A block's scores [BLOCK, R] and values [BLOCK, D] taken into the sums (online softmax).
+
+    The mass [BLOCK, R] is summed over a split's blocks here, over its rows when the split is done.
+    """
     higher = tl.maximum(top, tl.max(scores, 0) * factor)
     weights = tl.exp2(tl.fma(scores, factor, -higher[None, :]))
     shrink = tl.exp2(top - higher)
-    mass = tl.fma(mass, shrink, tl.sum(weights, 0))
+    mass = tl.fma(mass, shrink[None, :], weights)
     weights = weights.to(v.dtype)
     acc = tl.dot(tl.trans(v), weights, acc * shrink[None, :], input_precision="ieee")
     return higher, mass, acc
@@ -125,7 +147,7 @@ def _absorb(scores, v, factor, top, mass, acc):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _share(  # type: ignore[no-untyped-def]
-    low, end, size, prefix, most, part, parts, own,
+    low, end, shift, prefix, most, part, parts, inverse, own,
     TREE: tl.constexpr, FOLD: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
 ):  # fmt: skip
@@ -133,25 +155,28 @@ def _share(  # type: ignore[no-untyped-def]
 
     Parts are whole splits. In a tree the splits below an edge are the same for all its nodes and
     belong to tiles of all rows, the others to the nodes' own tiles; with FOLD there is no edge.
+    `inverse` is 2 ** 30 / parts, rounded up: divisions would take longer than all the rest.
     """
-    unit = tl.max(size, 0)
-    begin, finish = tl.min(low, 0) // unit * unit, tl.max(end, 0)
+    unit = tl.max(shift, 0)
+    begin, finish = tl.min(low, 0) >> unit, tl.max(end, 0)
     if TREE == 2:
-        edge = split_size(most, WINDOW, SPLITS, LEAST)
-        edge = prefix * 0 if FOLD else prefix // edge * edge
-        begin = tl.where(own, tl.maximum(begin, edge), begin)
+        edge = split_shift(most, WINDOW, SPLITS, LEAST)
+        edge = prefix * 0 if FOLD else prefix >> edge << edge
+        begin = tl.where(own, tl.maximum(begin, edge >> unit), begin)
         finish = tl.where(own, finish, edge)
-    units = tl.maximum(tl.cdiv(finish, unit) - begin // unit, 0)
-    lo = begin + part * units // parts * unit
-    hi = tl.minimum(begin + (part + 1) * units // parts * unit, finish)
-    return lo, hi, tl.minimum(parts, units)
+        part, parts = tl.where(own, 0, part), tl.where(own, 1, parts)
+        inverse = tl.where(own, 1 << 30, inverse)
+    units = tl.maximum(((finish - 1) >> unit) + 1 - begin, 0).to(tl.int64)
+    lo = begin + (part * units * inverse >> 30).to(tl.int32)
+    hi = begin + ((part + 1) * units * inverse >> 30).to(tl.int32)
+    return lo << unit, tl.minimum(hi << unit, finish), tl.minimum(parts, units)
 
 
 @triton.jit(do_not_specialize=PASS_VALUES)
 def _kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, out_ptr,
     table_ptr, prefix_ptr, bits_ptr, order_ptr, sum_ptr, stat_ptr, count_ptr,
-    factor, num_new, tail_offset, parts, tiles, shared, columns, positions, table_stride,
+    factor, num_new, tail_offset, parts, inverse, tiles, shared, columns, positions, table_stride,
     table_width, q_stride, k_new_stride, v_new_stride, rope_stride,
     DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_A: tl.constexpr, SIZE_B: tl.constexpr,
     SIZE_V: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr,
@@ -171,7 +196,6 @@ def _kernel(  # type: ignore[no-untyped-def]
         own, index, each = pid >= shared, pid - shared, tl.cdiv(GROUP, R)
         first_row = tl.where(own, index // each * GROUP + index % each * R, first_row)
         last_row = tl.where(own, (index // each + 1) * GROUP, last_row)
-        part, parts = tl.where(own, 0, part), tl.where(own, 1, parts)
     row0, first = request * num_new, prefix + tail_offset
     group = request * tl.num_programs(1) + head
     rows = first_row + tl.arange(0, R)
@@ -179,17 +203,25 @@ def _kernel(  # type: ignore[no-untyped-def]
     node = tl.minimum(rows, last_row - 1) // GROUP
     column = head * GROUP + rows % GROUP
     cos_ptr, sin_ptr = cos_ptr + row0 * rope_stride, sin_ptr + row0 * rope_stride
-    q_ptr += row0 * q_stride
-    place = node * q_stride + column * DIM
-    xa, ya, ca, sa = head_rows(
-        q_ptr, cos_ptr, sin_ptr, place, node, used, rope_stride,
-        0, SIZE_A, DIM if SIZE_B == 0 else WIDE, DIM, ROPE,
+    k_new_ptr += row0 * k_new_stride + head * DIM
+    v_new_ptr += row0 * v_new_stride + head * WIDE
+    kind = k_ptr.dtype.element_ty
+    qa, qb = _queries(
+        q_ptr + row0 * q_stride, cos_ptr, sin_ptr, node * q_stride + column * DIM, node, used,
+        rope_stride, kind, DIM, WIDE, SIZE_A, SIZE_B, ROPE,
     )  # fmt: skip
-    low, end, size, base, bits = extent(
+    new = tl.arange(0, 16)
+    if WRITE:  # loaded here, so that nothing waits for them later
+        na, nb, nv = new_rows(
+            k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, new, new < num_new,
+            k_new_stride, v_new_stride, rope_stride, kind,
+            DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, ROPE, LATENT,
+        )  # fmt: skip
+    low, end, shift, base, bits = extent(
         prefix, node, bits_ptr + row0, num_new, tail_offset, TREE, WINDOW, SPLITS, LEAST
     )
     lo, hi, expected = _share(
-        low, end, size, prefix, first + num_new, part, parts, own,
+        low, end, shift, prefix, first + num_new, part, parts, inverse, own,
         TREE, FOLD, WINDOW, SPLITS, LEAST,
     )  # fmt: skip
     if lo >= hi:
@@ -197,32 +229,31 @@ def _kernel(  # type: ignore[no-untyped-def]
     k_ptr += head.to(tl.int64) * positions * DIM
     v_ptr += head.to(tl.int64) * positions * WIDE
     table_ptr += request * table_stride
-    kind = k_ptr.dtype.element_ty
-    qa = tl.trans(turn(xa, ya, ca, sa, (DIM if SIZE_B == 0 else WIDE) > DIM - ROPE).to(kind))
-    qb = qa
-    if SIZE_B > 0:
-        xb, yb, cb, sb = head_rows(
-            q_ptr, cos_ptr, sin_ptr, place, node, used, rope_stride, WIDE, SIZE_B, DIM, DIM, ROPE
-        )
-        qb = tl.trans(turn(xb, yb, cb, sb, ROPE > 0).to(kind))
     if WRITE:
-        least = tl.maximum(lo - first, 0) // 16 * 16
-        for start in range(least, tl.minimum(hi - first, num_new), 16):
-            new = start + tl.arange(0, 16)
-            write_rows(
-                k_ptr, v_ptr, table_ptr, k_new_ptr + row0 * k_new_stride + head * DIM,
-                v_new_ptr + row0 * v_new_stride + head * WIDE, cos_ptr, sin_ptr, new,
-                (new < num_new) & (first + new >= lo) & (first + new < hi), first,
-                k_new_stride, v_new_stride, rope_stride, table_width,
-                DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, ROPE, PAGE, LATENT,
+        for start in range(0, num_new, 16):
+            if start > 0:
+                na, nb, nv = new_rows(
+                    k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, start + new, start + new < num_new,
+                    k_new_stride, v_new_stride, rope_stride, kind,
+                    DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, ROPE, LATENT,
+                )  # fmt: skip
+            index = first + start + new
+            mine = (start + new < num_new) & (index >= lo) & (index < hi)
+            keep_rows(
+                k_ptr, v_ptr, table_ptr, na, nb, nv, index, mine, table_width,
+                DIM, WIDE, SIZE_B, PAGE, LATENT,
             )  # fmt: skip
         tl.debug_barrier()
     sum_ptr += group * (SPLITS + 2) * SIZE_V * columns
     stat_ptr += group * (SPLITS + 2) * 2 * columns
-    top, mass = tl.full([R], FLOOR, tl.float32), tl.zeros([R], tl.float32)
+    top, mass = tl.full([R], FLOOR, tl.float32), tl.zeros([BLOCK, R], tl.float32)
     acc = tl.zeros([SIZE_V, R], tl.float32)
-    total_top, total_mass, total = top, mass, acc
-    plain, newest, least = prefix if TREE == 1 else tl.min(end, 0), tl.max(low, 0), tl.min(size, 0)
+    total_top, total_mass, total = top, tl.zeros([R], tl.float32), acc
+    plain, newest, least = (
+        prefix if TREE == 1 else tl.min(end, 0),
+        tl.max(low, 0),
+        1 << tl.min(shift, 0),
+    )
     order_ptr += (row0 + first_row // GROUP) * 64
     for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
         kv, stop = start + tl.arange(0, BLOCK), start + BLOCK
@@ -234,23 +265,25 @@ def _kernel(  # type: ignore[no-untyped-def]
         if (stop > plain) | (start < newest):
             scores = tl.where(_seen(kv, low, end, bits, prefix, TREE == 1), scores, HIDDEN)
         top, mass, acc = _absorb(scores, v, factor, top, mass, acc)
-        if (stop % least == 0) & (stop < hi):
-            done = stop % size == 0
+        if (stop & (least - 1) == 0) & (stop < hi):
+            done, split_mass = stop >> shift << shift == stop, tl.sum(mass, 0)
             if FOLD:
                 total_top, total_mass, total = fold(
-                    total_top, total_mass, total, top, mass, acc, done
+                    total_top, total_mass, total, top, split_mass, acc, done
                 )
             else:
-                slot = (stop - 1) // size - base
-                put(sum_ptr, stat_ptr, top, mass, acc, slot, rows, done & used, columns, SIZE_V)
-            stay = tl.where(done, 0.0, 1.0)
-            top, mass, acc = tl.where(done, FLOOR, top), mass * stay, acc * stay[None, :]
-    finished, dims = True, tl.arange(0, SIZE_V)
+                put(
+                    sum_ptr, stat_ptr, top, split_mass, acc, (stop - 1 >> shift) - base, rows,
+                    done & used, columns, SIZE_V,
+                )  # fmt: skip
+            stay = tl.where(done, 0.0, 1.0)[None, :]
+            top, mass, acc = tl.where(done, FLOOR, top), mass * stay, acc * stay
+    finished, dims, last_mass = True, tl.arange(0, SIZE_V), tl.sum(mass, 0)
     if FOLD:
-        top, mass, acc = fold(total_top, total_mass, total, top, mass, acc, size > 0)
+        top, last_mass, acc = fold(total_top, total_mass, total, top, last_mass, acc, shift > 0)
     elif (not MERGE) | (expected > 1) | (hi - lo > least):
-        slot = (hi - 1) // size - base
-        put(sum_ptr, stat_ptr, top, mass, acc, slot, rows, used, columns, SIZE_V)
+        slot = (hi - 1 >> shift) - base
+        put(sum_ptr, stat_ptr, top, last_mass, acc, slot, rows, used, columns, SIZE_V)
         finished = False
         if MERGE:
             tl.debug_barrier()  # all threads' sums stand before the count says so
@@ -258,11 +291,11 @@ def _kernel(  # type: ignore[no-untyped-def]
             finished = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
             if finished:
                 tl.store(count_ptr, 0)
-                last = tl.where(used, (end - 1) // size - base + 1, 0)
-                mass, acc = merged(sum_ptr, stat_ptr, last, rows, dims, columns, SIZE_V)
+                last = tl.where(used, (end - 1 >> shift) - base + 1, 0)
+                last_mass, acc = merged(sum_ptr, stat_ptr, last, rows, dims, columns, SIZE_V)
     if finished:
         wide = tl.num_programs(1) * GROUP * WIDE
-        give(out_ptr + row0 * wide, mass, acc, node * wide + column * WIDE, used, dims, WIDE)
+        give(out_ptr + row0 * wide, last_mass, acc, node * wide + column * WIDE, used, dims, WIDE)
 
 
 def node_orders(batch: ForwardBatch, page_size: int) -> torch.Tensor:
@@ -355,6 +388,7 @@ def paged_attention(
         num_new,
         batch.tail_offset,
         plan.parts,
+        -(-(2**30) // plan.parts),
         plan.num_tiles,
         shared,
         plan.columns,

@@ -33,19 +33,20 @@ def set_bits(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def split_size(  # type: ignore[no-untyped-def]
-    count, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
-):  # fmt: skip
-    """The power of two from LEAST on that cuts a row's `count` keys into at most SPLITS splits."""
+def split_shift(count, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Binary logarithm of the length of a row's splits.
+
+    That is the power of two, LEAST or more, that cuts its `count` keys into SPLITS at most.
+    """
     if WINDOW > 0:
         count = tl.minimum(count, WINDOW)
-    x = (count + SPLITS - 1) // SPLITS - 1
+    x = tl.maximum((count + SPLITS - 1) // SPLITS, LEAST) - 1
     x |= x >> 1
     x |= x >> 2
     x |= x >> 4
     x |= x >> 8
     x |= x >> 16
-    return tl.maximum(x + 1, LEAST)
+    return set_bits(x.to(tl.int64))
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def extent(  # type: ignore[no-untyped-def]
     prefix, node, bits_ptr, num_new, tail_offset,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Of nodes int32[M]: first place they see, end of places, split size, first split; bits.
+    """Of nodes int32[M]: first place they see, end of places, shift of splits, first split; bits.
 
     TREE 0: places are KV indices, the tail causal. 1: the tail as `bits` say. 2: places behind the
     prefix are ranks among a node's visible keys. Windows count ranks.
@@ -66,9 +67,9 @@ def extent(  # type: ignore[no-untyped-def]
     end = count
     if TREE == 1:
         end = prefix + tail_offset + num_new + node * 0
-    size = split_size(count, WINDOW, SPLITS, LEAST)
+    shift = split_shift(count, WINDOW, SPLITS, LEAST)
     low = tl.maximum(count - WINDOW, 0) if WINDOW > 0 else count * 0
-    return low, end, size, low // size, bits
+    return low, end, shift, low >> shift, bits
 
 
 @triton.jit
@@ -148,11 +149,11 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     used = rows < num_new * GROUP
     node = tl.minimum(rows, num_new * GROUP - 1) // GROUP
     prefix = tl.load(prefix_ptr + request).to(tl.int32)
-    _, end, size, base, _ = extent(
+    _, end, shift, base, _ = extent(
         prefix, node, bits_ptr + request * num_new, num_new, tail_offset,
         TREE, WINDOW, SPLITS, LEAST,
     )  # fmt: skip
-    last = tl.where(used, (end - 1) // size - base + 1, 0)
+    last = tl.where(used, ((end - 1) >> shift) - base + 1, 0)
     mass, acc = merged(
         sum_ptr + pair * (SPLITS + 2) * SIZE_V * columns,
         stat_ptr + pair * (SPLITS + 2) * 2 * columns,
