@@ -110,7 +110,9 @@ def _finite(x, kind: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _put(ptr, x, flat, used, FIRST: tl.constexpr, END: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put(  # type: ignore[no-untyped-def]
+    ptr, x, flat, used, FIRST: tl.constexpr, END: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
     """Store x [M, SIZE] as numbers FIRST .. END - 1 of one head at positions `flat` int64[M]."""
     dims = FIRST + tl.arange(0, x.shape[1])
     tl.store(ptr + flat[:, None] * DIM + dims[None, :], x, used[:, None] & (dims < END)[None, :])

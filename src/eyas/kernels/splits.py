@@ -33,7 +33,9 @@ def set_bits(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def split_shift(count, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
+def split_shift(  # type: ignore[no-untyped-def]
+    count, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr
+):  # fmt: skip
     """Binary logarithm of the length of a row's splits.
 
     That is the power of two, LEAST or more, that cuts its `count` keys into SPLITS at most.
