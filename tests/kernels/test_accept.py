@@ -73,10 +73,10 @@ def test_kernel_equals_reference() -> None:
 @pytest.mark.parametrize("is_chain", [True, False])
 def test_compiles_for_hopper(is_chain: bool) -> None:
     """Fault: a kernel that only the interpreter takes."""
-    names = [name for name in module._kernel.arg_names if name.endswith("_ptr")]
+    names = [name for name in module._accept_kernel.arg_names if name.endswith("_ptr")]
     types = dict.fromkeys(names, "*i64") | dict.fromkeys(("nodes", "depth", "width"), "i32")
     blocks = {"CHAIN": is_chain, "NODES": 16, "PLACES": 8}
-    compiles(module._kernel, types, blocks, num_warps=1)
+    compiles(module._accept_kernel, types, blocks, num_warps=1)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def build(
     plan = make_plan(layout, torch.bfloat16, group, requests, num_new, tree, splits, 264, space)
     rope_dim = model.key_dim - model.value_dim if model.latent else model.key_dim
     constants = module.constants(layout, plan, group, rope_dim, model.window)
-    kernel = module._kernel
+    kernel = module._attention_kernel
     start = time.perf_counter()
     source = ASTSource(fn=kernel, **arguments(kernel.arg_names, constants))
     options = {"num_warps": plan.num_warps, "enable_fp_fusion": False}

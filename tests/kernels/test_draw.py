@@ -117,11 +117,11 @@ def test_compiles_for_hopper(topk: int) -> None:
     types |= {"seed_ptr": "*i64", "index_ptr": "*i64", "keys_ptr": "*i64", "sums_ptr": "*fp32"}
     types |= dict.fromkeys(("size", "stride", "rows_each", "index_each", "ahead"), "i32")
     flags = {"TOPK": topk, "SCALED": True, "NOISE": True, "MAPPED": True}
-    compiled = compiles(module._tile_kernel, types, flags | {"TILE": module.TILE})
+    compiled = compiles(module._draw_tile_kernel, types, flags | {"TILE": module.TILE})
     assert "lg2.approx" not in compiled.asm["ptx"], "the noise needs an exact logarithm"
     types |= {"tokens_ptr": "*i64", "scores_ptr": "*fp32", "tiles": "i32"}
     blocks = {"TILES": 64, "BLOCK": 64 * topk}
-    compiles(module._row_kernel, types, {"TOPK": topk, "MAPPED": True} | blocks)
+    compiles(module._draw_row_kernel, types, {"TOPK": topk, "MAPPED": True} | blocks)
 
 
 if __name__ == "__main__":

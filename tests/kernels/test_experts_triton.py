@@ -91,18 +91,20 @@ def test_compiles_for_hopper(single: bool) -> None:
     types |= {"ids_ptr": "*i64", "members_ptr": "*i32", "counts_ptr": "*i32"}
     constants: dict[str, Any] = {"SINGLE": single, "BY_PAIR": True, "EVEN": True}
     constants |= {"PAIRS": module.PAIRS, "OUTPUTS": module.OUTPUTS, "DEPTH": module.DEPTH}
-    compiles(module._gate_up_kernel, types, constants)
-    compiles(module._down_kernel, types, constants)
+    compiles(module._expert_gate_up_kernel, types, constants)
+    compiles(module._expert_down_kernel, types, constants)
 
 
 def test_lists_compile_for_hopper() -> None:
     """Fault: kernels that only the interpreter takes."""
     lists = {"ids_ptr": "*i64", "members_ptr": "*i32", "counts_ptr": "*i32"}
     integers = dict.fromkeys(("num_pairs", "num_rows"), "i32")
-    compiles(module._list_kernel, lists | integers, {"BLOCK": module.LIST_BLOCK})
+    compiles(module._expert_list_kernel, lists | integers, {"BLOCK": module.LIST_BLOCK})
     types = dict.fromkeys(("pairs_ptr", "shared_ptr", "out_ptr"), "*bf16")
     types |= {"weights_ptr": "*fp32", "shared_stride": "i32", "size": "i32"}
-    compiles(module._sum_kernel, types, {"TOP_K": 6, "SHARED": True, "BLOCK": module.SUM_BLOCK})
+    compiles(
+        module._expert_sum_kernel, types, {"TOP_K": 6, "SHARED": True, "BLOCK": module.SUM_BLOCK}
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_kernel_equals_reference() -> None:
 def test_compiles_for_hopper() -> None:
     """Fault: a kernel that only the interpreter takes."""
     types = {"both_ptr": "*bf16", "out_ptr": "*bf16", "stride": "i32", "size": "i32"}
-    compiles(gated._kernel, types, {"BLOCK": gated.BLOCK})
+    compiles(gated._gated_kernel, types, {"BLOCK": gated.BLOCK})
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_compiles_for_hopper(dim: int, places: int) -> None:
     types = {"pool_ptr": "*bf16"} | dict.fromkeys(names, "*i64")
     types |= dict.fromkeys(("places", "columns", "page_size", "head_stride", "dim"), "i32")
     block = 1 << (dim - 1).bit_length()
-    compiles(module._kernel, types, {"PLACES": places, "BLOCK": block})
+    compiles(module._move_kv_kernel, types, {"PLACES": places, "BLOCK": block})
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_compiles_for_hopper(tile: int, block: int) -> None:
     names = ("x_ptr", "w0_ptr", "w1_ptr", "w2_ptr", "w3_ptr", "out_ptr")
     types = dict.fromkeys(names, "*bf16") | {"eps": "fp32"}
     types |= dict.fromkeys(("row_stride", "part_stride", "parts", "each", "size"), "i32")
-    compiles(module._kernel, types, {"WEIGHTS": 3, "PARTS": tile, "BLOCK": block})
+    compiles(module._norm_parts_kernel, types, {"WEIGHTS": 3, "PARTS": tile, "BLOCK": block})
 
 
 if __name__ == "__main__":

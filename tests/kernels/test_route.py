@@ -85,7 +85,7 @@ def test_compiles_for_hopper(groups: int) -> None:
     sizes = {"GROUPS": groups, "MEMBERS": 32, "TOP_K": 8, "TOP_GROUPS": min(groups, 4)}
     blocks = {"GROUP_BLOCK": groups, "MEMBER_BLOCK": 32, "K_BLOCK": 8}
     kind = {"SIGMOID": groups > 1, "BIASED": True, "TOP2": True, "NORMALIZE": True}
-    compiles(module._kernel, types | {"factor": "fp32"}, sizes | blocks | kind, num_warps=1)
+    compiles(module._route_kernel, types | {"factor": "fp32"}, sizes | blocks | kind, num_warps=1)
 
 
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])

@@ -67,7 +67,7 @@ def test_compiles_for_hopper() -> None:
     names = [f"{side}{i}" for side in "st" for i in range(8)]
     types = dict.fromkeys(names, "*bf16") | {"index_ptr": "*i64", "step": "i32", "offset": "i32"}
     widths = {f"W{i}": width for i, width in enumerate((4096, 1, 1, 0, 0, 0, 0, 0))}
-    compiles(module._kernel, types, widths | {"STORE": False, "BLOCK": module.BLOCK})
+    compiles(module._slot_rows_kernel, types, widths | {"STORE": False, "BLOCK": module.BLOCK})
 
 
 if __name__ == "__main__":

@@ -68,9 +68,9 @@ def test_kernels_equal_references() -> None:
 def test_compiles_for_hopper(topk: int, pool: int, nodes: int) -> None:
     """Fault: kernels that only the interpreter takes."""
     for kernel, blocks in (
-        (tree._chain_kernel, {"NODES": nodes}),
-        (tree._plant_kernel, {"POOL": pool, "NODES": nodes, "CHUNK": tree.CHUNK}),
-        (grow._advance_kernel, {"TOPK": topk, "BLOCK": topk}),
+        (tree._tree_chain_kernel, {"NODES": nodes}),
+        (tree._tree_plant_kernel, {"POOL": pool, "NODES": nodes, "CHUNK": tree.CHUNK}),
+        (grow._tree_advance_kernel, {"TOPK": topk, "BLOCK": topk}),
     ):
         types = {n: "*i64" if n.endswith("_ptr") else "i32" for n in kernel.arg_names}
         types |= {n: "*fp32" for n in kernel.arg_names if "scores" in n}

@@ -90,7 +90,7 @@ def settle_reference(
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def _accept_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr,
     parents_ptr,
     drawn_ptr,
@@ -172,7 +172,7 @@ def settle_triton(
     settled = Settled(
         out, committed, counts, torch.empty_like(committed), torch.empty_like(committed)
     )
-    _kernel[(requests,)](
+    _accept_kernel[(requests,)](
         tokens.contiguous(),
         parents.contiguous(),
         drawn.contiguous(),

@@ -65,7 +65,7 @@ def _gumbel(seed, index, ids):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tile_kernel(  # type: ignore[no-untyped-def]
+def _draw_tile_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     ids_ptr,
     temperature_ptr,
@@ -137,7 +137,7 @@ def best_of_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _row_kernel(  # type: ignore[no-untyped-def]
+def _draw_row_kernel(  # type: ignore[no-untyped-def]
     keys_ptr,
     sums_ptr,
     ids_ptr,
@@ -188,7 +188,7 @@ def best_triton(
     scores = torch.empty(count, topk, dtype=torch.float32, device=device)
     index = index.contiguous()
     columns, mapped = index if ids is None else ids, ids is not None
-    _tile_kernel[(count, tiles)](
+    _draw_tile_kernel[(count, tiles)](
         logits,
         columns,
         rows.temperature,
@@ -208,7 +208,7 @@ def best_triton(
         TILE=TILE,
         **turns(logits),
     )
-    _row_kernel[(count,)](
+    _draw_row_kernel[(count,)](
         keys,
         sums,
         columns,

@@ -84,7 +84,7 @@ def _tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gate_up_kernel(  # type: ignore[no-untyped-def]
+def _expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
     out_ptr,
@@ -136,7 +136,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _down_kernel(  # type: ignore[no-untyped-def]
+def _expert_down_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
     out_ptr,
@@ -180,7 +180,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sum_kernel(  # type: ignore[no-untyped-def]
+def _expert_sum_kernel(  # type: ignore[no-untyped-def]
     pairs_ptr,
     weights_ptr,
     shared_ptr,
@@ -238,7 +238,7 @@ def experts_triton(
     tile = {"OUTPUTS": OUTPUTS, "DEPTH": DEPTH, "num_stages": STAGES}
     slots = pairs if single or by_pair else num_experts
     wide = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
-    _gate_up_kernel[(triton.cdiv(size, OUTPUTS), slots)](
+    _expert_gate_up_kernel[(triton.cdiv(size, OUTPUTS), slots)](
         x,
         gate_up,
         wide,
@@ -268,7 +268,7 @@ def experts_triton(
         **turns(x),
     )
     out = torch.empty(num_rows, hidden, dtype=x.dtype, device=x.device)
-    _sum_kernel[(num_rows, triton.cdiv(hidden, SUM_BLOCK))](
+    _expert_sum_kernel[(num_rows, triton.cdiv(hidden, SUM_BLOCK))](
         each,
         weights,
         x if shared is None else shared,

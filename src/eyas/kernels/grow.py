@@ -73,7 +73,7 @@ def advance_reference(
 
 
 @triton.jit
-def _advance_kernel(  # type: ignore[no-untyped-def]
+def _tree_advance_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr,
     scores_ptr,
     from_scores_ptr,
@@ -143,7 +143,7 @@ def advance_triton(
     requests, topk = frontier.tokens.shape
     to_tokens, index, bits, positions, rows = int64s(5, tokens, requests, topk)
     made = Frontier(to_tokens, torch.empty_like(frontier.scores), index, bits, positions, rows)
-    _advance_kernel[(requests,)](
+    _tree_advance_kernel[(requests,)](
         tokens,
         scores,
         frontier.scores.contiguous(),

@@ -163,7 +163,7 @@ def keep_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=PASS_VALUES)
-def _kernel(  # type: ignore[no-untyped-def]
+def _kv_write_kernel(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr, table_ptr, prefix_ptr, k_new_ptr, v_new_ptr, cos_ptr, sin_ptr,
     num_new, tail_offset, positions, table_stride, table_width,
     k_new_stride, v_new_stride, rope_stride,
@@ -205,7 +205,7 @@ def write_kv(
     """
     cos, sin, rope_stride, rope_dim = rope_arguments(rope, k)
     requests, heads = batch.prefix_lens.shape[0], pool_k.shape[0]
-    _kernel[(triton.cdiv(batch.num_new, ROWS), heads, requests)](
+    _kv_write_kernel[(triton.cdiv(batch.num_new, ROWS), heads, requests)](
         pool_k,
         pool_v,
         batch.page_table,

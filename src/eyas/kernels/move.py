@@ -36,7 +36,7 @@ def _flat(table_ptr, index, columns, page_size, there):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def _move_kv_kernel(  # type: ignore[no-untyped-def]
     pool_ptr,
     table_ptr,
     kv_lens_ptr,
@@ -78,7 +78,7 @@ def keep_path_triton(
     """See `keep_path`."""
     for tensor in pool.kept:
         layers, heads, _, dim = tensor.shape
-        _kernel[(path.shape[0], layers * heads)](
+        _move_kv_kernel[(path.shape[0], layers * heads)](
             tensor,
             page_table,
             kv_lens,

@@ -27,7 +27,7 @@ def norm_parts_reference(
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def _norm_parts_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w0_ptr,
     w1_ptr,
@@ -77,7 +77,7 @@ def norm_parts_triton(
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     block = block_of(size)
     tile = min(max(1, NUMBERS // block), block_of(parts))
-    _kernel[(rows.shape[0], triton.cdiv(parts, tile))](
+    _norm_parts_kernel[(rows.shape[0], triton.cdiv(parts, tile))](
         rows,
         *weights,
         *[weights[0]] * (MOST - len(weights)),

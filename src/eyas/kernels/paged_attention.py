@@ -31,10 +31,10 @@ from eyas.kernels.kv_write import (
 from eyas.kernels.lang import tl, triton
 from eyas.kernels.splits import (
     FLOOR,
+    attention_merge_kernel,
     extent,
     fold,
     give,
-    merge_kernel,
     merged,
     put,
     set_bits,
@@ -46,7 +46,7 @@ HIDDEN = tl.constexpr(-1e30)
 
 
 @triton.jit(do_not_specialize=PASS_VALUES)
-def _order_kernel(  # type: ignore[no-untyped-def]
+def _attention_order_kernel(  # type: ignore[no-untyped-def]
     order_ptr, bits_ptr, prefix_ptr, table_ptr, num_new, table_stride, table_width,
     PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +173,7 @@ def _share(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=PASS_VALUES)
-def _kernel(  # type: ignore[no-untyped-def]
+def _attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, out_ptr,
     table_ptr, prefix_ptr, bits_ptr, order_ptr, sum_ptr, stat_ptr, count_ptr,
     factor, num_new, tail_offset, parts, inverse, tiles, shared, columns, positions, table_stride,
@@ -302,7 +302,7 @@ def node_orders(batch: ForwardBatch, page_size: int) -> torch.Tensor:
     """Flat positions int64[T, 64] of each row's visible tail keys, in order; the rest is unset."""
     assert batch.ancestors is not None, "a causal tail is in order"
     out = torch.empty(batch.ancestors.shape[0], 64, dtype=torch.int64, device=batch.tokens.device)
-    _order_kernel[(out.shape[0],)](
+    _attention_order_kernel[(out.shape[0],)](
         out,
         batch.ancestors,
         batch.prefix_lens,
@@ -368,7 +368,7 @@ def paged_attention(
     if plan.tree == RANKS:
         shared *= plan.parts > 1
         programs = shared + num_new * triton.cdiv(group, plan.tile)
-    _kernel[(programs, heads, requests)](
+    _attention_kernel[(programs, heads, requests)](
         q,
         k,
         v,
@@ -407,7 +407,7 @@ def paged_attention(
         size = layout.constants["SIZE_V"]
         chunk = min(size, max(16, 1024 // plan.tile))
         names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST")
-        merge_kernel[(size // chunk, plan.num_tiles, requests * heads)](
+        attention_merge_kernel[(size // chunk, plan.num_tiles, requests * heads)](
             out,
             workspace.sums,
             workspace.stats,

@@ -51,7 +51,7 @@ def _in_best_groups(ranked: torch.Tensor, config: MoEConfig) -> torch.Tensor:
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def _route_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     bias_ptr,
     ids_ptr,
@@ -125,7 +125,7 @@ def route_triton(
     shape, logits = (rows, config.top_k), logits.contiguous()
     ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    _kernel[(rows,)](
+    _route_kernel[(rows,)](
         logits,
         logits if bias is None else bias,
         ids,

@@ -27,7 +27,7 @@ def _copy(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def _slot_rows_kernel(  # type: ignore[no-untyped-def]
     index_ptr,
     step,
     offset,
@@ -92,7 +92,7 @@ def _launch(
     widths = [t[0].numel() for t in sources] + [0] * missing
     blocks = triton.cdiv(max(widths), BLOCK)
     index = index.contiguous()
-    _kernel[(index.shape[0], blocks)](
+    _slot_rows_kernel[(index.shape[0], blocks)](
         index,
         step,
         offset,

@@ -137,7 +137,7 @@ def give(out_ptr, mass, acc, place, used, dims, WIDE: tl.constexpr):  # type: ig
 
 
 @triton.jit(do_not_specialize=["num_new", "tail_offset"])
-def merge_kernel(  # type: ignore[no-untyped-def]
+def attention_merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, sum_ptr, stat_ptr, prefix_ptr, bits_ptr, num_new, tail_offset, columns, heads,
     GROUP: tl.constexpr, WIDE: tl.constexpr, SIZE_V: tl.constexpr, R: tl.constexpr,
     CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,

@@ -87,7 +87,7 @@ def plant_reference(roots: torch.Tensor, pool: Pool, count: int, depth: int) -> 
 
 
 @triton.jit
-def _chain_kernel(  # type: ignore[no-untyped-def]
+def _tree_chain_kernel(  # type: ignore[no-untyped-def]
     roots_ptr,
     drafts_ptr,
     tokens_ptr,
@@ -111,7 +111,7 @@ def _chain_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _plant_kernel(  # type: ignore[no-untyped-def]
+def _tree_plant_kernel(  # type: ignore[no-untyped-def]
     roots_ptr,
     pool_tokens_ptr,
     pool_scores_ptr,
@@ -189,7 +189,7 @@ def plant_triton(roots: torch.Tensor, pool: Pool, count: int, depth: int) -> Nod
     requests, size = pool.scores.shape
     made = Nodes(*int64s(4, roots, requests, count))
     places = torch.empty(requests, size, dtype=torch.int32, device=roots.device)
-    _plant_kernel[(requests,)](
+    _tree_plant_kernel[(requests,)](
         roots,
         *pool,
         places,

@@ -7,8 +7,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from eyas.report.components import ACCEPT, DECODE, DRAFT, EXTEND, PREFILL, STAGES, VERIFY
+from eyas.report.components import (
+    ACCEPT,
+    DECODE,
+    DRAFT,
+    EXTEND,
+    PREFILL,
+    STAGES,
+    UNKNOWN,
+    VERIFY,
+)
 from eyas.report.foreign import Reading, read
+from eyas.report.traces.account import account
 from eyas.report.traces.stages import span_stage
 from eyas.report.traces.trace import read_trace
 from tests.report.traces import writing as w
@@ -48,6 +58,24 @@ def test_spans_are_not_needed(save: Save) -> None:
     assert plain.cycles is not None
     assert plain.cycles.found_by == "graph launches"
     assert stages_of(plain) == [DECODE]
+
+
+def test_a_cycle_of_this_engine_is_one_graph(save: Save) -> None:
+    """Stages lie within one launch: only the order of passes can tell them."""
+    found = reading(save, w.eyas_cycles(layers=6))
+    assert found.cycles is not None
+    assert found.cycles.found_by == "graph launches"
+    assert stages_of(found) == [DRAFT, VERIFY, ACCEPT, EXTEND]
+    assert found.staging.layers == 6
+    values = account(found.trace, found.code, found.staging.stage, found.cycles)
+    assert values["graph_launches"] == 1
+    assert UNKNOWN not in values["components"]
+    parts = values["stages"]["verify"]["components"]
+    assert parts["attention"] == pytest.approx(6 * 8.8e-3)
+    assert parts["dense linear"] == pytest.approx(6 * 111e-3)
+    assert parts["LM head"] == pytest.approx(0.244)
+    assert values["stages"]["draft"]["components"]["LM head"] == pytest.approx(0.12)
+    assert values["stages"]["extend"]["components"]["LM head"] == pytest.approx(0.06)
 
 
 def test_spans_and_graphs_find_the_same_cycles(save: Save) -> None:

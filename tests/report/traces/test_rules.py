@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import eyas.kernels
 from eyas.report.components import (
     ALL_REDUCE,
     ATTENTION,
@@ -46,7 +50,6 @@ NAMES = {
         "void moe_align_block_size_kernel<int>(int*)",
         "void deep_gemm::fp8_gemm_grouped_contiguous_kernel<128>(bf16*)",
         "void moe_fused_gate_kernel<float>(void*)",
-        "_gate_up_expert_kernel",
     ],
     DENSE: [
         w.QKV,
@@ -116,6 +119,37 @@ NAMES = {
 def test_names_of_the_engines(component: str, name: str) -> None:
     """A rule widened for one kernel that swallows another's, as `flash` did FlashInfer's norms."""
     assert by_name(name) == component
+
+
+def launched() -> list[tuple[str, str]]:
+    """(file, name) of every Triton function of this package that is launched as a kernel."""
+    found = []
+    for path in sorted(Path(eyas.kernels.__path__[0]).glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                called = node.func.value
+                if isinstance(called, ast.Name) and called.id.endswith("kernel"):
+                    assert called.id in names or "merge" in called.id
+                    found.append((path.stem, called.id))
+    return sorted(set(found))
+
+
+def test_own_kernels_have_telling_names() -> None:
+    """A profile shows a kernel's function name alone: two of one name could not be told apart."""
+    found = launched()
+    assert len(found) > 12
+    names = [name for _, name in found]
+    assert len(names) == len(set(names)), found
+    for file, name in found:
+        assert by_name(name) not in (UNKNOWN, GENERIC), f"{file}.py: {name}"
+    told = {name: by_name(name) for name in names}
+    assert told["_attention_kernel"] == ATTENTION
+    assert told["_route_kernel"] == told["_expert_down_kernel"] == MOE
+    assert told["_kv_write_kernel"] == KV_WRITE
+    assert told["_draw_tile_kernel"] == told["_accept_kernel"] == SAMPLING
+    assert told["_gated_kernel"] == told["_norm_kernel"] == NORM
 
 
 def test_every_rule_names_its_source() -> None:

@@ -244,6 +244,45 @@ def vllm_cycles(steps: int = 6, layers: int = 4, spans: bool = True) -> Recorder
     return r
 
 
+def eyas_pass(layers: int, rows: int, head_us: float) -> list[K]:
+    """Kernels of a pass of this engine, LM head and draws included."""
+    one = [
+        K("_norm_kernel", 2.0),
+        K("_kernel", 14.0, (96, 1)),
+        K("_kv_write_kernel", 2.0),
+        K("_attention_kernel", 6.0 + 0.2 * rows),
+        K("attention_merge_kernel", 2.0),
+        K("_kernel", 10.0, (64, 1)),
+        K("_norm_kernel", 2.0),
+        K("_kernel", 57.0, (448, 1)),
+        K("_gated_kernel", 1.5),
+        K("_kernel", 30.0, (128, 1)),
+    ]
+    draws = [K("_draw_tile_kernel", 3.0, (rows, 63, 1)), K("_draw_row_kernel", 2.0)]
+    return [*(one * layers), K("_norm_kernel", 2.0), K(HEAD, head_us), *draws]
+
+
+def eyas_cycles(steps: int = 6, layers: int = 6) -> Recorder:
+    """This engine: a whole cycle is one graph, and tokens are copied to the host behind it."""
+    r = Recorder("python")
+    drafting = [*eyas_pass(1, 1, 60.0), K("_tree_chain_kernel", 1.5)]
+    cycle = [
+        K("_slot_rows_kernel", 1.5),
+        *drafting,
+        *drafting,
+        *eyas_pass(layers, 4, 244.0),
+        K("_accept_kernel", 2.0),
+        K("_move_kv_kernel", 2.0),
+        *eyas_pass(1, 4, 60.0),
+        K("_slot_rows_kernel", 1.5),
+    ]
+    for _ in range(steps):
+        r.graph(cycle)
+        r.to_host(kind="Memcpy DtoH (Device -> Pinned)")
+        r.wait("cudaEventSynchronize")
+    return r
+
+
 def eager_decode(steps: int = 8, layers: int = 4) -> Recorder:
     """Decoding without graphs or spans: every kernel is launched."""
     r = Recorder()

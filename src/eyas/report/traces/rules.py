@@ -66,17 +66,19 @@ RULES = (
         r"store_?kv_?cache|reshape_and_cache|concat_and_cache|set_mla_kv|set_kv_buffer|"
         r"append_?paged_?kv|kv_?write|write_kv|copy_kv|move_kv|quant.*insert_kv",
         KV_WRITE,
-        "vLLM csrc/cache_kernels.cu, SGLang sgl-kernel store_cache, FlashInfer page.cuh",
+        "vLLM csrc/cache_kernels.cu, SGLang sgl-kernel store_cache, FlashInfer page.cuh, eyas "
+        "kernels/kv_write.py and move.py",
     ),
     Rule(
         r"prepare_varlen|fused_metadata|mla_metadata|kv_?indices|kv_indptr|block_?tables?|"
         r"slot_mapping|req_to_token|cache_locs?|_position|pos_seq_lens|prepare_\w*inputs|"
         r"idx_mapping|update_draft_inputs|post_update|apply_write|gather_rows|seq_?lens|"
-        r"assign_\w*(pool|locs)|build_tree|combine_sampled|num_blocks_kernel|_plan_kernel|"
+        r"assign_\w*(pool|locs)|build_tree|_tree_(chain|plant|advance)|_slot_rows|_attention_order|"
+        r"combine_sampled|num_blocks_kernel|_plan_kernel|"
         r"plan_tiles|alloc_(extend|decode)",
         METADATA,
         "FlashAttention hopper/flash_prepare_scheduler.cu, SGLang srt/speculative and "
-        "srt/mem_cache, vLLM v1/worker/gpu",
+        "srt/mem_cache, vLLM v1/worker/gpu, eyas kernels/tree.py, grow.py and rows.py",
     ),
     Rule(
         r"sampl|argmax|gumbel|rejection|verifytree|verify_tree|tree_speculative|top_?[kp]_|topk|"
@@ -85,7 +87,7 @@ RULES = (
         r"mbtopk|gathertopk|(best|order)_of",
         SAMPLING,
         "PyTorch ArgMaxOps, cunn_SoftMax and topk kernels, FlashInfer sampling.cuh, SGLang "
-        "sgl-kernel/csrc/speculative, vLLM v1/sample, eyas kernels/draw.py",
+        "sgl-kernel/csrc/speculative, vLLM v1/sample, eyas kernels/draw.py and accept.py",
     ),
     Rule(
         r"rms_?norm|layer_?norm|norm::|_norm|norm_kernel|qk_norm|rope|rotary|act_and_mul|silu|gelu|"
@@ -96,9 +98,10 @@ RULES = (
     ),
     Rule(
         r"flash|fmha|attn|attention|_mla|mla_|batch_?(decode|prefill)|merge_?state|xqa|"
-        r"paged_?(kv|decode|prefill)|_merge_kernel|^merge_kernel|splitkv|mqa_logits",
+        r"paged_?(kv|decode|prefill)|splitkv|mqa_logits",
         ATTENTION,
-        "Dao-AILab/flash-attention hopper, flashinfer-ai/flashinfer, deepseek-ai/FlashMLA, "
+        "eyas kernels/paged_attention.py and splits.py, Dao-AILab/flash-attention hopper, "
+        "flashinfer-ai/flashinfer, deepseek-ai/FlashMLA, "
         "vLLM csrc/attention, xformers",
     ),
     Rule(
@@ -107,9 +110,10 @@ RULES = (
     Rule(r"splitk_?reduce|reduce_splitk", FOLLOWS, "cuBLASLt"),
     Rule(
         r"nvjet|gemm|gemv|cublas|cutlass|xmma|wgmma|s\d+_?(16816|884)|marlin|machete|awq|gptq|"
-        r"_mm_|scaled_mm|matmul|linear|skinny|cijk_|dot_kernel|triton_tem",
+        r"_mm_|scaled_mm|matmul|linear|skinny|^_kernel$|cijk_|dot_kernel|triton_tem",
         DENSE,
-        "cuBLAS (nvjet, xmma, gemv), NVIDIA/cutlass, vLLM csrc/quantization, ROCm Tensile",
+        "cuBLAS (nvjet, xmma, gemv), NVIDIA/cutlass, vLLM csrc/quantization, ROCm Tensile, eyas "
+        "kernels/skinny_triton.py",
     ),
     Rule(
         r"at::native|at_cuda_detail|\bcub::|thrust::|elementwise|catarray|indexselect|gather|"

@@ -144,6 +144,12 @@ def _by_structure(trace: Trace, code: Ints, speculates: bool) -> tuple[Ints, int
             label = DRAFT
         own[start : head + 1] = STAGES.index(label)
         own[head + 1 : tail + 1] = STAGES.index(ACCEPT if label == VERIFY else label)
+        if i:
+            # what the last pass's graph still does belongs to that pass
+            call = work.call[main[start - 1 : head + 1]]
+            rest = int((call != call[0]).argmax()) - 1
+            if rest > 0 and call[0] >= 0 and trace.calls.graph[call[0]]:
+                own[start : start + rest] = own[start - 1]
     stage[main] = own
     # other streams do what the main stream is about
     others = np.flatnonzero(work.stream != main_stream(trace))
