@@ -57,10 +57,10 @@ def test_kernel_equals_reference() -> None:
 @pytest.mark.parametrize(("outputs", "tail"), [(64, 64), (32, 0)])
 def test_compiles_for_hopper(outputs: int, tail: int) -> None:
     """Fault: a kernel that only the interpreter takes."""
-    names = module._kernel.arg_names
+    names = module._absorb_kernel.arg_names
     types = {n: "*bf16" if n.endswith("_ptr") else "i32" for n in names if n.islower()}
     sizes = {"ROWS": module.ROWS, "OUTPUTS": outputs, "DEPTH": module.DEPTH}
-    compiles(module._kernel, types, {"EVEN": True, "TAIL": tail} | sizes)
+    compiles(module._absorb_kernel, types, {"EVEN": True, "TAIL": tail} | sizes)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def head_product_reference(
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def _absorb_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
     tail_ptr,
@@ -90,7 +90,7 @@ def head_product_triton(
     assert x.stride(-1) == behind.stride(-1) == 1, "numbers of a head lie side by side"
     out = torch.empty(num_rows, heads, outputs + extra, dtype=x.dtype, device=x.device)
     tile = 32 if outputs <= 128 else 64
-    _kernel[(triton.cdiv(outputs, tile), heads, triton.cdiv(num_rows, ROWS))](
+    _absorb_kernel[(triton.cdiv(outputs, tile), heads, triton.cdiv(num_rows, ROWS))](
         x,
         w,
         behind,

@@ -110,10 +110,10 @@ RULES = (
     Rule(r"splitk_?reduce|reduce_splitk", FOLLOWS, "cuBLASLt"),
     Rule(
         r"nvjet|gemm|gemv|cublas|cutlass|xmma|wgmma|s\d+_?(16816|884)|marlin|machete|awq|gptq|"
-        r"_mm_|scaled_mm|matmul|linear|skinny|^_kernel$|cijk_|dot_kernel|triton_tem",
+        r"_mm_|scaled_mm|matmul|linear|skinny|absorb|^_kernel$|cijk_|dot_kernel|triton_tem",
         DENSE,
         "cuBLAS (nvjet, xmma, gemv), NVIDIA/cutlass, vLLM csrc/quantization, ROCm Tensile, eyas "
-        "kernels/skinny_triton.py",
+        "kernels/skinny_triton.py and absorb.py",
     ),
     Rule(
         r"at::native|at_cuda_detail|\bcub::|thrust::|elementwise|catarray|indexselect|gather|"
