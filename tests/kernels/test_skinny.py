@@ -208,7 +208,7 @@ def test_who_takes_a_layer() -> None:
 
 def compile_plan(plan: Plan, way: str) -> Any:
     """The kernel as `run` would compile it."""
-    pointers = [n for n in module._kernel.arg_names if n.endswith("_ptr")]
+    pointers = [n for n in module._skinny_kernel.arg_names if n.endswith("_ptr")]
     types = dict.fromkeys(pointers, "*bf16") | {"part_ptr": "*fp32", "count_ptr": "*i32"}
     types |= dict.fromkeys(
         ("num_rows", "size", "inner", "x_stride", "delta_stride", "ahead"), "i32"
@@ -232,7 +232,7 @@ def compile_plan(plan: Plan, way: str) -> Any:
         "PASSES": 2,
         "CHAINED": plan.chained,
     }
-    return compiles(module._kernel, types, constants, plan.warps)
+    return compiles(module._skinny_kernel, types, constants, plan.warps)
 
 
 if __name__ == "__main__":

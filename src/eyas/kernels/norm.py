@@ -130,7 +130,7 @@ def _first_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pair_kernel(  # type: ignore[no-untyped-def]
+def _norm_pair_kernel(  # type: ignore[no-untyped-def]
     left_ptr,
     right_ptr,
     left_w_ptr,
@@ -210,7 +210,7 @@ def rms_norm_first_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> 
     wide, rows = x.shape[-1], x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     block = block_of(wide)
-    _first_kernel[(rows.shape[0],)](
+    _norm_first_kernel[(rows.shape[0],)](
         rows,
         weight,
         out,
@@ -237,7 +237,7 @@ def rms_norm_pair_triton(
     a, b = left.reshape(-1, size), right.reshape(-1, size)
     out = torch.empty(*left.shape[:-1], 2 * size, dtype=left.dtype, device=left.device)
     block = block_of(size)
-    _pair_kernel[(a.shape[0], 2)](
+    _norm_pair_kernel[(a.shape[0], 2)](
         a,
         b,
         left_weight,

@@ -196,7 +196,7 @@ def _hand_in(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows", "ahead"])
-def _kernel(  # type: ignore[no-untyped-def]
+def _skinny_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     delta_ptr,
     norm_ptr,
@@ -336,7 +336,7 @@ def run(
     options: dict[str, Any] = {"num_warps": plan.warps, "num_stages": plan.stages}
     if plan.chained:
         options["launch_pdl"] = True
-    _kernel[grid](
+    _skinny_kernel[grid](
         x,
         x if delta is None else delta,
         x if norm is None else norm.weight,

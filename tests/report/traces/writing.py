@@ -248,15 +248,15 @@ def eyas_pass(layers: int, rows: int, head_us: float) -> list[K]:
     """Kernels of a pass of this engine, LM head and draws included."""
     one = [
         K("_norm_kernel", 2.0),
-        K("_kernel", 14.0, (96, 1)),
+        K("_skinny_kernel", 14.0, (96, 1)),
         K("_kv_write_kernel", 2.0),
         K("_attention_kernel", 6.0 + 0.2 * rows),
         K("attention_merge_kernel", 2.0),
-        K("_kernel", 10.0, (64, 1)),
+        K("_skinny_kernel", 10.0, (64, 1)),
         K("_norm_kernel", 2.0),
-        K("_kernel", 57.0, (448, 1)),
+        K("_skinny_kernel", 57.0, (448, 1)),
         K("_gated_kernel", 1.5),
-        K("_kernel", 30.0, (128, 1)),
+        K("_skinny_kernel", 30.0, (128, 1)),
     ]
     draws = [K("_draw_tile_kernel", 3.0, (rows, 63, 1)), K("_draw_row_kernel", 2.0)]
     return [*(one * layers), K("_norm_kernel", 2.0), K(HEAD, head_us), *draws]

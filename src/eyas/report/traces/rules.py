@@ -91,7 +91,7 @@ RULES = (
     ),
     Rule(
         r"rms_?norm|layer_?norm|norm::|_norm|norm_kernel|qk_norm|rope|rotary|act_and_mul|silu|gelu|"
-        r"swiglu|gated_(silu|kernel)|pair_kernel",
+        r"swiglu|gated_(silu|kernel)",
         NORM,
         "FlashInfer norm.cuh, SGLang and vLLM activation and rotary kernels, PyTorch inductor, "
         "eyas kernels/norm.py and gated.py",
@@ -110,7 +110,7 @@ RULES = (
     Rule(r"splitk_?reduce|reduce_splitk", FOLLOWS, "cuBLASLt"),
     Rule(
         r"nvjet|gemm|gemv|cublas|cutlass|xmma|wgmma|s\d+_?(16816|884)|marlin|machete|awq|gptq|"
-        r"_mm_|scaled_mm|matmul|linear|skinny|absorb|^_kernel$|cijk_|dot_kernel|triton_tem",
+        r"_mm_|scaled_mm|matmul|linear|skinny|absorb|cijk_|dot_kernel|triton_tem",
         DENSE,
         "cuBLAS (nvjet, xmma, gemv), NVIDIA/cutlass, vLLM csrc/quantization, ROCm Tensile, eyas "
         "kernels/skinny_triton.py and absorb.py",
