@@ -28,7 +28,7 @@ them are on their way from memory."""
 
 
 @triton.jit
-def _list_kernel(  # type: ignore[no-untyped-def]
+def _expert_list_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,
     members_ptr,
     counts_ptr,
@@ -230,7 +230,7 @@ def experts_triton(
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     single, by_pair = num_rows == 1, pairs < num_experts
     if not single:
-        _list_kernel[(num_experts,)](
+        _expert_list_kernel[(num_experts,)](
             ids, members, counts, pairs, num_rows, BLOCK=LIST_BLOCK, **turns(x)
         )
     lists = (ids, members, counts)
@@ -254,7 +254,7 @@ def experts_triton(
         **turns(x),
     )
     each = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    _down_kernel[(triton.cdiv(hidden, OUTPUTS), slots)](
+    _expert_down_kernel[(triton.cdiv(hidden, OUTPUTS), slots)](
         wide,
         down,
         each,

@@ -22,7 +22,7 @@ def gated_reference(both: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def _gated_kernel(  # type: ignore[no-untyped-def]
     both_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
     """Program (row, tile of its outputs)."""
@@ -42,7 +42,7 @@ def gated_triton(both: torch.Tensor) -> torch.Tensor:
     rows, size = both.reshape(-1, both.shape[-1]), both.shape[-1] // 2
     out = torch.empty(rows.shape[0], size, dtype=both.dtype, device=both.device)
     grid = (rows.shape[0], triton.cdiv(size, BLOCK))
-    _kernel[grid](rows, out, rows.stride(0), size, BLOCK=BLOCK, **turns(rows))
+    _gated_kernel[grid](rows, out, rows.stride(0), size, BLOCK=BLOCK, **turns(rows))
     return out.view(*both.shape[:-1], size)
 
 

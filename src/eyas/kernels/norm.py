@@ -107,7 +107,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _first_kernel(  # type: ignore[no-untyped-def]
+def _norm_first_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
     out_ptr,

@@ -178,7 +178,7 @@ def chain_triton(roots: torch.Tensor, drafts: torch.Tensor) -> Nodes:
     requests, nodes = drafts.shape[0], drafts.shape[1] + 1
     made = Nodes(*int64s(4, roots, requests, nodes))
     drafts = drafts.contiguous()
-    _chain_kernel[(requests,)](
+    _tree_chain_kernel[(requests,)](
         roots, drafts, *made, nodes, NODES=block_of(nodes), num_warps=1, **turns(roots)
     )
     return made
