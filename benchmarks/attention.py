@@ -1,11 +1,12 @@
 """Time of paged attention per layer on a GPU, in a CUDA graph: decode, verify, trees, prefill.
 
-    python benchmarks/attention.py [--only 8B] [--sweep] [--json FILE]
+    python benchmarks/attention.py [--models 8B V2-Lite] [--sweep] [--jobs 8] [--json FILE]
 
 Rotation and the write of new keys are part of the time. Every call reads another layer, so that
 keys come from memory and not from the cache. `GB/s` counts keys and values once, `ratio` is the
-time over that of N = 1. `--sweep` times other plans (stages, warps, tiles, programs, merges) at a few
-points instead, to choose the constants of `eyas.kernels.attention_plan`.
+time over that of N = 1, or in a sweep over the engine's own plan. `--sweep` times other plans
+(blocks, warps, stages, programs, merges) at a few points instead, to choose the constants of
+`eyas.kernels.attention_plan`. `--jobs` processes compile the kernels first, side by side.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,10 +44,12 @@ from eyas.model_config import AttentionShape
 
 CONTEXTS, BATCHES, NODES = (1024, 8192, 32768, 131072), (1, 8, 32), (1, 4, 8, 16)
 PAGE_SIZE = 16
+WARM_CONTEXT = 256
+"""Context at which kernels are compiled: none depends on it."""
 COLD_BYTES = 2**28
 """Keys of all layers together: several times the cache."""
 GOAL = 1.15
-"""Verify over decode, issue of PERFORMANCE.md's section 5."""
+"""Verify over decode, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,19 +101,21 @@ class Bench:
     def batch(self, num_new: int, tree: int) -> ForwardBatch:
         """A pass of `num_new` rows behind the context, a binary tree or a chain."""
         rows, device = self.requests * num_new, self.table.device
-        bits = [1]
-        for n in range(1, num_new):
-            bits.append(bits[(n - 1) // 2] | 1 << n)
-        ancestors = torch.tensor(bits, device=device).repeat(self.requests)
+        ancestors = None
+        if tree != CAUSAL:
+            bits = [1]
+            for n in range(1, num_new):
+                bits.append(bits[(n - 1) // 2] | 1 << n)
+            ancestors = torch.tensor(bits, device=device).repeat(self.requests)
         return ForwardBatch(
             mode=ForwardMode.TARGET_VERIFY,
             tokens=torch.zeros(rows, dtype=torch.int64, device=device),
             positions=torch.zeros(rows, dtype=torch.int64, device=device),
-            prefix_lens=torch.full((self.requests,), self.context - num_new, device=device),
+            prefix_lens=torch.full((self.requests,), max(self.context - num_new, 0), device=device),
             page_table=self.table,
             num_new=num_new,
             max_kv_len=self.context,
-            ancestors=None if tree == CAUSAL else ancestors,
+            ancestors=ancestors,
         )
 
     def plan(self, num_new: int, tree: int) -> Plan:
@@ -141,8 +148,8 @@ class Bench:
         cos, sin = normal(count, 1, 2 * self.model.rope_dim).cos().chunk(2, -1)
         return q, k, v, (cos, sin)
 
-    def time(self, num_new: int, tree: int, plan: Plan) -> float:
-        """Microseconds per layer, median of replays."""
+    def layers(self, num_new: int, tree: int, plan: Plan) -> Callable[[], None]:
+        """A pass over all layers."""
         batch = self.batch(num_new, tree)
         q, k, v, rope = self.rows(num_new)
         out = torch.empty(
@@ -159,7 +166,11 @@ class Bench:
                     q, (k, v), pooled, self.layout, batch, rope, plan, self.workspace, 0, order, out
                 )
 
-        return graph_time(layers) / self.layout.shape.num_layers
+        return layers
+
+    def time(self, num_new: int, tree: int, plan: Plan) -> float:
+        """Microseconds per layer, median of replays."""
+        return graph_time(self.layers(num_new, tree, plan)) / self.layout.shape.num_layers
 
 
 def graph_time(run: Callable[[], None], replays: int = 7) -> float:
@@ -181,119 +192,148 @@ def graph_time(run: Callable[[], None], replays: int = 7) -> float:
     return statistics.median(times)
 
 
-def standard(models: dict[str, Model], workspace: Workspace) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One figure to take."""
+
+    model: str
+    requests: int
+    context: int
+    num_new: int
+    tree: int = CAUSAL
+    changes: tuple[tuple[str, Any], ...] = ()
+    """Of the engine's plan."""
+
+
+def standard(names: list[str]) -> Iterator[Work]:
     """Decode and verify over contexts and batches, then trees and prefill."""
-    for name, model in models.items():
+    for name in names:
         for requests in BATCHES:
             for context in CONTEXTS:
-                bench = Bench(model, requests, context, workspace)
-                base = None
                 for num_new in NODES:
-                    row = measure(bench, name, num_new, CAUSAL)
-                    base = base or row["us"]
-                    yield row | {"ratio": row["us"] / base}
-                if context <= 8192 and requests == 1:
-                    for tree in (MASKED, RANKS):
-                        row = measure(bench, name, 16, tree)
-                        yield row | {"ratio": row["us"] / (base or row["us"])}
-                    yield measure(bench, name, 2048 if context > 2048 else 1024, CAUSAL)
-                del bench
+                    yield Work(model=name, requests=requests, context=context, num_new=num_new)
+                if context > 8192 or requests > 1:
+                    continue
+                for tree in (MASKED, RANKS):
+                    yield Work(model=name, requests=1, context=context, num_new=16, tree=tree)
+                chunk = min(context, 2048)
+                yield Work(model=name, requests=1, context=context, num_new=chunk)
 
 
-def measure(bench: Bench, name: str, num_new: int, tree: int, **changes: Any) -> dict[str, Any]:
-    """One figure."""
-    plan = replace(bench.plan(num_new, tree), **changes)
-    batch = bench.batch(num_new, tree)
-    time = bench.time(num_new, tree, plan)
-    flops, size = cost(bench.layout, batch, bench.model.heads, 2)
+POINTS = ((1, 512, 1), (1, 512, 4), (1, 8192, 1), (1, 8192, 16), (32, 2048, 1), (32, 2048, 4))
+"""(requests, context, nodes) of a sweep."""
+SHAPES = {
+    False: ((64, 4, 5), (64, 4, 3), (64, 8, 5), (128, 8, 5), (128, 8, 3)),
+    True: ((64, 8, 3), (64, 8, 1), (128, 8, 1), (64, 4, 3)),
+}
+"""(block, warps, stages) to try: not latent, latent."""
+
+
+def sweep(names: list[str]) -> Iterator[Work]:
+    """Other plans than the engine's, behind it."""
+    for name in names:
+        for requests, context, num_new in POINTS:
+            own = Work(model=name, requests=requests, context=context, num_new=num_new)
+            yield own
+            for block, warps, stages in SHAPES[MODELS[name].shape.latent]:
+                shape = (("block", block), ("num_warps", warps), ("num_stages", stages))
+                yield replace(own, changes=shape)
+            if requests == 1:
+                yield replace(own, changes=(("merge", True),))
+                yield replace(own, changes=(("merge", False),))
+                for parts in (4, 8, 16):
+                    yield replace(own, changes=(("parts", parts),))
+
+
+def take(all_work: list[Work], workspace: Workspace, console: Console) -> Iterator[dict[str, Any]]:
+    """Figures in order; the first of a place, or of a sweep's point, is what ratios are over."""
+    place, bench, base = None, None, 0.0
+    swept = any(work.changes for work in all_work)
+    for work in all_work:
+        here = (work.model, work.requests, work.context, swept and work.num_new)
+        if bench is None or here != place:
+            bench = None  # frees its pool before the next is made
+            bench = Bench(MODELS[work.model], work.requests, work.context, workspace)
+            place, base = here, 0.0
+        plan = replace(bench.plan(work.num_new, work.tree), **dict(work.changes))
+        try:
+            time = bench.time(work.num_new, work.tree, plan)
+        except Exception as error:  # a plan may not fit
+            console.print(f"{work}: {type(error).__name__}: {error}"[:300])
+            continue
+        base = base or time
+        yield row_of(bench, work, plan, time) | {"ratio": time / base}
+
+
+def row_of(bench: Bench, work: Work, plan: Plan, time: float) -> dict[str, Any]:
+    """One figure as a record."""
+    flops, size = cost(bench.layout, bench.batch(work.num_new, work.tree), bench.model.heads, 2)
     return {
-        "model": name,
-        "batch": bench.requests,
-        "context": bench.context,
-        "nodes": num_new,
-        "tree": ("causal", "masked", "ranks")[tree],
+        "model": work.model,
+        "batch": work.requests,
+        "context": work.context,
+        "nodes": work.num_new,
+        "tree": ("causal", "masked", "ranks")[work.tree],
         "us": time,
         "gb_per_s": size / time / 1e3,
         "tflop_per_s": flops / time / 1e6,
         "plan": {
             "tile": plan.tile,
+            "block": plan.block,
             "parts": plan.parts,
             "warps": plan.num_warps,
             "stages": plan.num_stages,
-            "merge": plan.merge,
+            "merge": int(plan.merge),
         },
     }
 
 
-def sweep(models: dict[str, Model], workspace: Workspace) -> Iterator[dict[str, Any]]:
-    """Other plans than the engine's, each against it."""
-    for name, model in models.items():
-        for requests, context, num_new in (
-            (1, 512, 1),
-            (1, 512, 4),
-            (1, 8192, 1),
-            (1, 8192, 16),
-            (32, 2048, 1),
-            (32, 2048, 4),
-        ):
-            bench = Bench(model, requests, context, workspace)
-            plan = bench.plan(num_new, CAUSAL)
-            yield measure(bench, name, num_new, CAUSAL) | {"ratio": 1.0}
-            for changes in other_plans(plan):
-                try:
-                    yield measure(bench, name, num_new, CAUSAL, **changes)
-                except Exception as error:  # noqa: BLE001
-                    Console().print(f"{name} {changes}: {type(error).__name__}")
-
-
-def other_plans(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Changes of one kind each."""
-    for stages in {1, 2, 3, 4} - {plan.num_stages}:
-        yield {"num_stages": stages}
-    for warps in {4, 8} - {plan.num_warps}:
-        yield {"num_warps": warps}
-    if plan.parts > 1:
-        yield {"merge": not plan.merge}
-        for parts in (1, 2, 4, 8, 16):
-            if parts != plan.parts:
-                yield {"parts": parts, "merge": plan.merge and parts > 1}
+def compile_all(all_work: list[Work], workspace: Workspace) -> None:
+    """Launch everything once, at a short context."""
+    for work in all_work:
+        bench = Bench(MODELS[work.model], work.requests, WARM_CONTEXT, workspace)
+        plan = replace(bench.plan(work.num_new, work.tree), **dict(work.changes))
+        try:
+            bench.layers(work.num_new, work.tree, plan)()
+            torch.cuda.synchronize()
+        except Exception:
+            continue  # the run that times it says so
 
 
 def show(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
-    plan, ratio = row["plan"], row.get("ratio")
-    said = "" if ratio is None else f"{ratio:.2f}" + (" !" if ratio > GOAL else "")
-    return [
-        row["model"],
-        str(row["batch"]),
-        str(row["context"]),
-        str(row["nodes"]),
-        row["tree"],
-        f"{row['us']:.1f}",
-        f"{row['gb_per_s']:.0f}",
-        f"{row['tflop_per_s']:.0f}",
-        said,
-        " ".join(f"{k}{int(v)}" for k, v in plan.items()),
-    ]
+    plan = " ".join(f"{name} {value}" for name, value in row["plan"].items())
+    numbers = [f"{row['us']:.1f}", f"{row['gb_per_s']:.0f}", f"{row['tflop_per_s']:.0f}"]
+    place = [row["model"], *(str(row[k]) for k in ("batch", "context", "nodes")), row["tree"]]
+    return [*place, *numbers, f"{row['ratio']:.2f}" + " !" * (row["ratio"] > GOAL), plan]
 
 
 def main() -> None:
-    """Time, print the table, end in JSON."""
+    """Compile, time, print the table, end in JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=sorted(MODELS))
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["8B", "V2-Lite"])
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--compile", type=int, help="compile this job's share and stop")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    models = {options.only: MODELS[options.only]} if options.only else MODELS
+    all_work = list((sweep if options.sweep else standard)(options.models))
     console = Console(width=130)
-    columns = ("model", "batch", "context", "N", "tail", "us", "GB/s", "TFLOP/s", "ratio", "plan")
-    rows = []
-    table = Table(*columns)
+    if options.compile is None:
+        command = [sys.executable, __file__, *sys.argv[1:], "--compile"]
+        jobs = [subprocess.Popen([*command, str(i)]) for i in range(options.jobs)]
+        for job in jobs:
+            job.wait()
     workspace = Workspace.of(2**27, torch.device("cuda"))
     with torch.inference_mode():
-        for row in (sweep if options.sweep else standard)(models, workspace):
-            rows.append(row)
-            table.add_row(*show(row))
+        if options.compile is not None:
+            compile_all(all_work[options.compile :: options.jobs], workspace)
+            return
+        rows = list(take(all_work, workspace, console))
+    columns = ("model", "batch", "context", "N", "tail", "us", "GB/s", "TFLOP/s", "ratio", "plan")
+    table = Table(*columns, box=None)
+    for row in rows:
+        table.add_row(*show(row))
     console.print(table)
     record = {"rows": rows, "provenance": fingerprint()}
     if options.json:
