@@ -70,8 +70,8 @@ class Op:
     width: int = 0
     """Scores in a row that is sampled; positions that attention walks; numbers that are normed."""
     joins: Joins | None = None
-    joined: float = 0.0
-    """Bytes of weights of the layer whose launch it may be part of."""
+    layer: tuple[int, int, float] | None = None
+    """Outputs, inputs and bits of a weight: a linear layer's, or of the one that an op may join."""
 
     @property
     def bytes(self) -> float:
@@ -100,6 +100,7 @@ def linear(
         weights=width * out * bits / 8,
         moved=rows * (width + out) * ACTIVATION,
         flops=2 * rows * width * out,
+        layer=(round(out), width, bits),
     )
 
 
@@ -111,7 +112,7 @@ def mlp(
     up = linear(f"{name}: gate and up", hidden, 2 * own, rows, bits, component)
     gate = small(f"{name}: gate", rows, 1.5 * own)
     down = linear(f"{name}: down", own, hidden, rows, bits, component)
-    return [up, dataclasses.replace(gate, joins=Joins.GATE, joined=up.weights), down]
+    return [up, dataclasses.replace(gate, joins=Joins.GATE, layer=up.layer), down]
 
 
 def logits(rows: int, hidden: int, vocab: int, ranks: int, bits: float) -> list[Op]:
@@ -135,7 +136,7 @@ def norm(name: str, rows: int, size: int, before: Op | None = None) -> Op:
     op = small(name, rows, 2 * size)
     if before is None:
         return op
-    return dataclasses.replace(op, width=size, joins=Joins.NORM, joined=before.weights)
+    return dataclasses.replace(op, width=size, joins=Joins.NORM, layer=before.layer)
 
 
 def small(name: str, rows: int, size: float, times: int = 1, component: str = SMALL) -> Op:

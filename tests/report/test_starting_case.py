@@ -60,7 +60,7 @@ def test_public_figures_are_near(record: dict[str, Any]) -> None:
     limits = {
         "Plain decoding": 0.10,
         "Several requests, no speculation": 0.20,
-        "Other engines on one H200": 0.50,
+        "Engines on one H200": 0.50,
     }
     found = errors(record)
     for title, (median, worst) in found.items():

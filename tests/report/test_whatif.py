@@ -209,8 +209,13 @@ def test_flags_become_a_scenario() -> None:
     assert scenario(drafter="none").drafter is None
 
 
-def test_the_engine_drafts_as_it_does() -> None:
+def test_the_engine_drafts_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: a plan of 16-bit drafts where the engine rounds, or of rounded ones elsewhere."""
+
+    def rounded(config: Any, drafter: Any, device: Any, dtype: Any) -> bool:
+        return device.type == "cuda" and drafter.hidden_size >= 2048
+
+    monkeypatch.setattr("eyas.report.scenarios.drafts_rounded", rounded)
     large = scenario("shape:llama-3.1-8b", profile="h200", tp=1, draft_bits=0.0)
     assert large.setting.precision.draft_bits == 8
     small = scenario("shape:smollm2-135m", profile="h200", tp=1, draft_bits=0.0)

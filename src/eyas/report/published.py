@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from eyas.config import SpeculationConfig
-from eyas.estimate import SGLANG, VLLM, Prediction, Scenario, Software
+from eyas.estimate import EYAS, SGLANG, VLLM, Prediction, Scenario, Software
 from eyas.hardware import Curve, load_profile
 from eyas.report.scenarios import LATENT, read_drafter, read_target
 from eyas.setting import Precision, Setting
@@ -22,7 +22,7 @@ WIKI = "github.com/local-inference-lab/rtx6kpro"
 KIMI_PAGE = f"{WIKI}, models/kimi-k26.md"
 KIMI_LOG = f"{WIKI}, findings on Kimi-K2.6 with long contexts"
 THREAD = "reported for SGLang, Kimi-K2.5 and K2.6, TP=8"
-PEERS = "measured 2026-11-29 on one H200, random weights, accept length 1"
+PEERS = "measured on one H200, 2026-11-29 (eyas: f1e284d), random weights, accept length 1"
 
 TRITON_MLA = Curve(
     ((5.76e6, 38.0), (17.28e6, 56.0), (57.6e6, 96.0), (69.12e6, 134.0), (138.24e6, 280.0))
@@ -216,9 +216,16 @@ def speculating() -> Iterator[Figure]:
         yield _figure(name, KIMI_LOG, cycle, outside, _cycle)
 
 
+BEFORE = dataclasses.replace(EYAS, joins=False, cache_launches=1)
+"""eyas when its figures here were taken: every norm, gate and cache write a launch of its own."""
+
+
 def peers() -> Iterator[Figure]:
-    """SGLang and vLLM on one H200."""
+    """SGLang, vLLM, and eyas on one H200."""
     for name, software, shape, decode, cycles in (
+        ("eyas", BEFORE, "llama-3.1-8b", (4.93,), {3: (5.82,)}),
+        ("eyas", BEFORE, "smollm2-135m", (1.03,), {3: (1.32,)}),
+        ("eyas", BEFORE, "deepseek-v2-lite", (3.27,), {3: (5.65,)}),
         ("SGLang", SGLANG, "llama-3.1-8b", (4.78, 5.09, 5.72), {3: (6.79, 6.98, 8.39)}),
         ("SGLang", SGLANG, "llama-3.1-8b", (), {7: (8.14, 8.77, 11.48)}),
         ("vLLM", VLLM, "llama-3.1-8b", (4.88, 5.09, 5.79), {2: (5.51, 5.84, 6.86)}),

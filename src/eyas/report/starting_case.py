@@ -48,7 +48,7 @@ GROUPS: tuple[tuple[str, Callable[[], Iterable[Figure]]], ...] = (
     ("Several requests, no speculation", published.batches),
     ("Keys of a request shared among ranks", published.shared_keys),
     ("Three drafts in other settings", published.speculating),
-    ("Other engines on one H200", published.peers),
+    ("Engines on one H200", published.peers),
 )
 
 

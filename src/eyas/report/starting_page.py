@@ -94,7 +94,7 @@ def _needed(record: dict[str, Any]) -> list[str]:
 
 def _figures(record: dict[str, Any]) -> list[str]:
     parts = [
-        "## Predictions beside public figures",
+        "## Predictions beside measured figures",
         "Figures are others' measurements of such boxes, and ours of engines on one H200. The "
         "profile's constants come from other sources than these rows, the engines' idle times "
         "from one run each on the H200 (3 drafts, batch 1), and vLLM's "
