@@ -177,7 +177,8 @@ def moe(name: str, count: int) -> Iterator[Case]:
         (randn(every, 2 * size, HIDDEN) * 0.02, randn(every, HIDDEN, size) * 0.02)
         for _ in range(LAYERS)
     ]
-    x, shared = randn(count, HIDDEN), randn(count, HIDDEN)
+    x, more = randn(count, HIDDEN), config.shared_size
+    shared = experts_triton.Shared(randn(2 * more, HIDDEN) * 0.02, randn(HIDDEN, more) * 0.02)
     logits = [randn(count, every) for _ in range(LAYERS)]
     chosen = [route.route_reference(one, config) for one in logits]
     touched = statistics.fmean(len(ids.unique()) for ids, _ in chosen)
@@ -187,10 +188,9 @@ def moe(name: str, count: int) -> Iterator[Case]:
 
     yield Case(
         name=f"experts ({touched:.1f} touched)",
-        run=run(lambda *given: experts_triton.experts_triton(*given, shared)),
+        run=run(lambda *given: experts_triton.experts_triton(*given, shared if more else None)),
         torch=run(experts.experts_grouped),
-        moved=experts_triton.cost(count, top_k, 1, HIDDEN, size)[1]
-        + (touched - 1) * 6 * HIDDEN * size,
+        moved=experts_triton.cost(count, top_k, touched, HIDDEN, size, more)[1],
     )
     yield Case(
         name="route",

@@ -42,12 +42,23 @@ def run_grid() -> None:
             for r in {0, rows - 1}:
                 alone = module.experts_triton(*part(given, slice(r, r + 1)))
                 assert torch.equal(alone[0], found[r]), f"row {r} of {rows} depends on others"
-        shared = torch.randn(20, 2 * shape[2], device=DEVICE).to(dtype)[:, : shape[2]]
-        near(module.experts_triton(*given, shared), experts_reference(*given) + shared)
+        check_shared(given, 2 * shape[3])
     x, ids, weights, gate_up, down = on_device(20, SHAPES[0], torch.float32)
     ids = ids[:1].expand(20, -1)
     skewed = (x, ids, weights, gate_up, down)
     near(module.experts_triton(*skewed), experts_reference(*skewed))
+
+
+def check_shared(given: Inputs, size: int) -> None:
+    """The same with an expert that all rows go through, of another size than the routed ones."""
+    x, generator = given[0], torch.Generator().manual_seed(size)
+    gate_up = torch.randn(2 * size, x.shape[1], generator=generator) * x.shape[1] ** -0.5
+    down = torch.randn(x.shape[1], size, generator=generator) * size**-0.5
+    shared = module.Shared(*(t.to(x.device, x.dtype) for t in (gate_up, down)))
+    found = module.experts_triton(*given, shared)
+    near(found, experts_reference(*given) + module.shared_reference(x, shared))
+    alone = module.experts_triton(*part(given, slice(0, 1)), shared)
+    assert torch.equal(alone[0], found[0]), "a row depends on others"
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -85,14 +96,13 @@ def test_kernels_never_wait_for_the_host() -> None:
 @pytest.mark.parametrize("single", [True, False])
 def test_compiles_for_hopper(single: bool) -> None:
     """Fault: kernels that only the interpreter takes."""
-    pointers = dict.fromkeys(("x_ptr", "w_ptr", "out_ptr"), "*bf16")
-    integers = ("num_rows", "top_k", "size", "inner", "x_stride")
-    types = pointers | dict.fromkeys(integers, "i32")
-    types |= {"ids_ptr": "*i64", "members_ptr": "*i32", "counts_ptr": "*i32"}
-    constants: dict[str, Any] = {"SINGLE": single, "BY_PAIR": True, "EVEN": True}
+    lists = {"ids_ptr": "*i64", "members_ptr": "*i32", "counts_ptr": "*i32"}
+    constants: dict[str, Any] = {"SINGLE": single, "BY_PAIR": True, "EVEN": True, "SHARED": single}
     constants |= {"PAIRS": module.PAIRS, "OUTPUTS": module.OUTPUTS, "DEPTH": module.DEPTH}
-    compiles(module._expert_gate_up_kernel, types, constants)
-    compiles(module._expert_down_kernel, types, constants)
+    for kernel in (module._expert_gate_up_kernel, module._expert_down_kernel):
+        names = [name for name in kernel.arg_names if name.islower()]
+        types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
+        compiles(kernel, types | lists, constants)
 
 
 def test_lists_compile_for_hopper() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from eyas.kernels.experts_triton import experts_triton, suits
+from eyas.kernels.experts_triton import Shared, experts_triton, shared_reference, suits
 
 ROW_TILE = 4
 """On a CPU an expert's rows are padded to a multiple of this; see `eyas.layers.linear.row_tile`."""
@@ -31,14 +31,14 @@ def experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    shared: torch.Tensor | None = None,
+    shared: Shared | None = None,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert_ids[t, k](x[t])` by the way that suits device and type.
 
     x [T, H] in the model's dtype, ids int64[T, K] all different in a row, weights float32[T, K],
     gate_up [E, 2 * I, H] (gates first) and down [E, H, I] in x's dtype. An expert is
-    `down @ (silu(gate @ x) * (up @ x))`. Returns [T, H] in x's dtype, with `shared` [T, H] added to
-    the rounded sum. Reads nothing on the host.
+    `down @ (silu(gate @ x) * (up @ x))`. Returns [T, H] in x's dtype; what the expert `shared` gives
+    is added to the rounded sum. Reads nothing on the host.
     """
     if suits(x, ids, gate_up):
         return experts_triton(x, ids, weights, gate_up, down, shared)
@@ -48,7 +48,7 @@ def experts(
         y = experts_grouped(x, ids, weights, gate_up, down)
     else:
         y = experts_reference(x, ids, weights, gate_up, down)
-    return y if shared is None else y + shared
+    return y if shared is None else y + shared_reference(x, shared)
 
 
 def experts_reference(

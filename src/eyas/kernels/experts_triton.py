@@ -3,8 +3,9 @@
 Four launches. The first lists every expert's pairs of a row and an expert, in order; one row alone
 needs no list. The second multiplies gates and ups, the third goes down, both with a program for an
 expert and a tile of its outputs; the last sums a row's experts by weight in the order they were
-chosen. The grids follow from shapes alone. The oracle is `eyas.kernels.experts.experts_reference`;
-every product is rounded where it rounds.
+chosen. The expert that all rows share goes along in the same launches, and is added at the end, as
+rounded on its own. The grids follow from shapes alone. The oracle is `experts_reference` of
+`eyas.kernels.experts`; every product is rounded where it rounds.
 
 Always holds: an expert's pairs go through tiles of `PAIRS`, whose numbers do not depend on the
 tile's other pairs, and no sum is shared between programs. A row's bits are those it has alone.
@@ -12,12 +13,18 @@ tile's other pairs, and no sum is shared between programs. A row's bits are thos
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
+
+from eyas.kernels.gated import gated
 from eyas.kernels.lang import runs_kernels, take_turn, tl, triton, turns
 
 PAIRS = 16
 """Pairs per tile: the fewest a tensor core takes."""
+SHARED_ROWS = 32
+"""Up to so many rows the shared expert goes with the routed ones: its weights are read a tile."""
 PAIRS_PER_EXPERT = 16
 """Up to so many pairs an expert, on average, this beats a grouped product."""
 LIST_BLOCK, SUM_BLOCK = 1024, 1024
@@ -25,6 +32,20 @@ LIST_BLOCK, SUM_BLOCK = 1024, 1024
 OUTPUTS, DEPTH, STAGES = 32, 128, 4
 """A program's tile of weights, outputs (gates and ups: as many of each) by inputs, and how many of
 them are on their way from memory."""
+
+
+class Shared(NamedTuple):
+    """The expert, or all of them together, that every row goes through; no rank's bias."""
+
+    gate_up: torch.Tensor
+    """[2 * S, H], gates first."""
+    down: torch.Tensor
+    """[H, S]"""
+
+
+def shared_reference(x: torch.Tensor, shared: Shared) -> torch.Tensor:
+    """`[T, H] -> [T, H]`: rows through the shared expert."""
+    return F.linear(gated(F.linear(x, shared.gate_up)), shared.down)
 
 
 @triton.jit
@@ -52,14 +73,13 @@ def _expert_list_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _expert(  # type: ignore[no-untyped-def]
-    ids_ptr, members_ptr, counts_ptr, num_rows, SINGLE: tl.constexpr, BY_PAIR: tl.constexpr
+    slot, ids_ptr, members_ptr, counts_ptr, num_rows, SINGLE: tl.constexpr, BY_PAIR: tl.constexpr
 ):
-    """(expert of this program, number of its pairs); no pairs where another program has them.
+    """(expert of a slot, number of its pairs); no pairs where another slot has them.
 
-    Programs stand for experts, or for pairs where those are fewer: an expert's first pair leads.
+    Slots stand for experts, or for pairs where those are fewer: an expert's first pair leads.
     """
-    slot = tl.program_id(1)
-    expert, count = slot.to(tl.int64), 1
+    expert, count = slot.to(tl.int64), slot * 0 + 1
     if SINGLE or BY_PAIR:
         expert = tl.load(ids_ptr + slot)
     if not SINGLE:
@@ -71,15 +91,24 @@ def _expert(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]
-    members_ptr, expert, start, count, num_rows, SINGLE: tl.constexpr, PAIRS: tl.constexpr
+    members_ptr,
+    slot,
+    expert,
+    alone,
+    start,
+    count,
+    num_rows,
+    SINGLE: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """(pairs, which of them are there) of an expert's tile that begins at `start`."""
+    """(pairs, which of them are there) of a tile that begins at `start`; `alone`: of all rows."""
     place = start + tl.arange(0, PAIRS)
     there = place < count
     if SINGLE:
-        pair = place * 0 + tl.program_id(1)
+        pair = place * 0 + tl.where(alone, 0, slot)
     else:
-        pair = tl.load(members_ptr + expert * num_rows + place, there, 0)
+        listed = tl.load(members_ptr + expert * num_rows + place, there, 0)
+        pair = tl.where(alone, place, listed)
     return pair, there
 
 
@@ -88,6 +117,8 @@ def _expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
     out_ptr,
+    shared_w_ptr,
+    shared_out_ptr,
     ids_ptr,
     members_ptr,
     counts_ptr,
@@ -96,6 +127,10 @@ def _expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     top_k,
     size,
     inner,
+    shared_size,
+    tiles,
+    shared_tiles,
+    SHARED: tl.constexpr,
     SINGLE: tl.constexpr,
     BY_PAIR: tl.constexpr,
     EVEN: tl.constexpr,
@@ -104,34 +139,44 @@ def _expert_gate_up_kernel(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (tile of outputs, slot): `silu(gate) * up` of the expert's pairs."""
+    """Program (a tile of the shared expert's outputs, then slots by tiles): `silu(gate) * up`."""
     take_turn(EARLY)
-    expert, count = _expert(ids_ptr, members_ptr, counts_ptr, num_rows, SINGLE, BY_PAIR)
-    columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    inside = columns < size
+    program = tl.program_id(0) - shared_tiles
+    alone = program < 0
+    slot, tile = tl.maximum(program, 0) // tiles, tl.maximum(program, 0) % tiles
+    expert, count = _expert(slot, ids_ptr, members_ptr, counts_ptr, num_rows, SINGLE, BY_PAIR)
+    weights, out, wide, each = w_ptr + expert * (2 * size * inner), out_ptr, size, top_k
+    if SHARED:
+        if alone:
+            weights, out = shared_w_ptr, shared_out_ptr
+        wide, each = tl.where(alone, shared_size, size), tl.where(alone, 1, top_k)
+        tile = tl.where(alone, program + shared_tiles, tile)
+        count = tl.where(alone, num_rows, count)
+    columns = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = columns < wide
     depth = tl.arange(0, DEPTH)
-    weights = w_ptr + expert * (2 * size * inner) + (columns * inner)[None, :] + depth[:, None]
+    weights = weights + (columns * inner)[None, :] + depth[:, None]
     dtype = out_ptr.dtype.element_ty
     for start in range(0, count, PAIRS):
-        pair, there = _tile(members_ptr, expert, start, count, num_rows, SINGLE, PAIRS)
-        rows = x_ptr + (pair // top_k)[:, None] * x_stride + depth[None, :]
+        pair, there = _tile(members_ptr, slot, expert, alone, start, count, num_rows, SINGLE, PAIRS)
+        rows = x_ptr + (pair // each)[:, None] * x_stride + depth[None, :]
         gate = tl.zeros([PAIRS, OUTPUTS], tl.float32)
         up = tl.zeros([PAIRS, OUTPUTS], tl.float32)
         for k in range(0, inner, DEPTH):
             if EVEN:
                 x = tl.load(rows + k, there[:, None], 0.0)
                 g = tl.load(weights + k, inside[None, :], 0.0)
-                u = tl.load(weights + size * inner + k, inside[None, :], 0.0)
+                u = tl.load(weights + wide * inner + k, inside[None, :], 0.0)
             else:
                 left = depth < inner - k
                 x = tl.load(rows + k, there[:, None] & left[None, :], 0.0)
                 g = tl.load(weights + k, inside[None, :] & left[:, None], 0.0)
-                u = tl.load(weights + size * inner + k, inside[None, :] & left[:, None], 0.0)
+                u = tl.load(weights + wide * inner + k, inside[None, :] & left[:, None], 0.0)
             gate = tl.dot(x, g, gate, input_precision="ieee")
             up = tl.dot(x, u, up, input_precision="ieee")
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        where = out_ptr + pair[:, None] * size + columns[None, :]
+        where = out + pair[:, None] * wide + columns[None, :]
         tl.store(where, (silu * up).to(dtype), there[:, None] & inside[None, :])
 
 
@@ -140,12 +185,19 @@ def _expert_down_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
     out_ptr,
+    shared_x_ptr,
+    shared_w_ptr,
+    shared_out_ptr,
     ids_ptr,
     members_ptr,
     counts_ptr,
     num_rows,
     size,
     inner,
+    shared_inner,
+    tiles,
+    shared_tiles,
+    SHARED: tl.constexpr,
     SINGLE: tl.constexpr,
     BY_PAIR: tl.constexpr,
     EVEN: tl.constexpr,
@@ -154,27 +206,37 @@ def _expert_down_kernel(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (tile of outputs, slot): the expert's way down for its pairs."""
+    """Program (a tile of the shared expert's outputs, then slots by tiles): the way down."""
     take_turn(EARLY)
-    expert, count = _expert(ids_ptr, members_ptr, counts_ptr, num_rows, SINGLE, BY_PAIR)
-    columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    program = tl.program_id(0) - shared_tiles
+    alone = program < 0
+    slot, tile = tl.maximum(program, 0) // tiles, tl.maximum(program, 0) % tiles
+    expert, count = _expert(slot, ids_ptr, members_ptr, counts_ptr, num_rows, SINGLE, BY_PAIR)
+    inputs, weights, out, long = x_ptr, w_ptr + expert * (size * inner), out_ptr, inner
+    if SHARED:
+        if alone:
+            inputs, weights, out = shared_x_ptr, shared_w_ptr, shared_out_ptr
+        long = tl.where(alone, shared_inner, inner)
+        tile = tl.where(alone, program + shared_tiles, tile)
+        count = tl.where(alone, num_rows, count)
+    columns = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = columns < size
     depth = tl.arange(0, DEPTH)
-    weights = w_ptr + expert * (size * inner) + (columns * inner)[None, :] + depth[:, None]
+    weights = weights + (columns * long)[None, :] + depth[:, None]
     for start in range(0, count, PAIRS):
-        pair, there = _tile(members_ptr, expert, start, count, num_rows, SINGLE, PAIRS)
-        rows = x_ptr + pair[:, None] * inner + depth[None, :]
+        pair, there = _tile(members_ptr, slot, expert, alone, start, count, num_rows, SINGLE, PAIRS)
+        rows = inputs + pair[:, None] * long + depth[None, :]
         total = tl.zeros([PAIRS, OUTPUTS], tl.float32)
-        for k in range(0, inner, DEPTH):
+        for k in range(0, long, DEPTH):
             if EVEN:
                 x = tl.load(rows + k, there[:, None], 0.0)
                 w = tl.load(weights + k, inside[None, :], 0.0)
             else:
-                left = depth < inner - k
+                left = depth < long - k
                 x = tl.load(rows + k, there[:, None] & left[None, :], 0.0)
                 w = tl.load(weights + k, inside[None, :] & left[:, None], 0.0)
             total = tl.dot(x, w, total, input_precision="ieee")
-        where = out_ptr + pair[:, None] * size + columns[None, :]
+        where = out + pair[:, None] * size + columns[None, :]
         value = total.to(out_ptr.dtype.element_ty)
         tl.store(where, value, there[:, None] & inside[None, :])
 
@@ -220,72 +282,72 @@ def experts_triton(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    shared: torch.Tensor | None = None,
+    shared: Shared | None = None,
 ) -> torch.Tensor:
-    """See `eyas.kernels.experts.experts`; `shared` [T, H] is added to the rounded sum."""
+    """See `eyas.kernels.experts.experts`."""
     (num_rows, hidden), (num_experts, _, size) = x.shape, down.shape
-    top_k, pairs = ids.shape[1], ids.numel()
-    ids = ids.contiguous()
-    members = torch.empty(num_experts, num_rows, dtype=torch.int32, device=x.device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+    ids, pairs = ids.contiguous(), ids.numel()
     single, by_pair = num_rows == 1, pairs < num_experts
+    members = x.new_empty(num_experts, num_rows, dtype=torch.int32)
+    counts = x.new_empty(num_experts, dtype=torch.int32)
     if not single:
         _expert_list_kernel[(num_experts,)](
             ids, members, counts, pairs, num_rows, BLOCK=LIST_BLOCK, **turns(x)
         )
-    lists = (ids, members, counts)
-    grid = {"SINGLE": single, "BY_PAIR": by_pair, "PAIRS": PAIRS}
-    tile = {"OUTPUTS": OUTPUTS, "DEPTH": DEPTH, "num_stages": STAGES}
     slots = pairs if single or by_pair else num_experts
-    wide = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
-    _expert_gate_up_kernel[(triton.cdiv(size, OUTPUTS), slots)](
-        x,
-        gate_up,
-        wide,
-        *lists,
-        x.stride(0),
-        num_rows,
-        top_k,
-        size,
-        hidden,
-        EVEN=hidden % DEPTH == 0,
-        **grid,
-        **tile,
-        **turns(x),
+    inside = shared is not None and num_rows <= SHARED_ROWS
+    own, back = shared if shared is not None and inside else (gate_up, down)
+    long = own.shape[0] // 2 if inside else 0
+    wide, each = x.new_empty(pairs, size), x.new_empty(pairs, hidden)
+    more_wide, more = x.new_empty(num_rows, long), x.new_empty(num_rows, hidden)
+    kinds = {"SHARED": inside, "SINGLE": single, "BY_PAIR": by_pair, **turns(x)}
+    cut = {"PAIRS": PAIRS, "OUTPUTS": OUTPUTS, "DEPTH": DEPTH, "num_stages": STAGES}
+    lists, tiles, more_tiles = (ids, members, counts), _tiles(size), _tiles(long)
+    even = hidden % DEPTH == 0
+    sizes = (num_rows, ids.shape[1], size, hidden, long, tiles, more_tiles)
+    _expert_gate_up_kernel[(slots * tiles + more_tiles,)](
+        x, gate_up, wide, own, more_wide, *lists, x.stride(0), *sizes, EVEN=even, **kinds, **cut
     )
-    each = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    _expert_down_kernel[(triton.cdiv(hidden, OUTPUTS), slots)](
-        wide,
-        down,
-        each,
-        *lists,
-        num_rows,
-        hidden,
-        size,
-        EVEN=size % DEPTH == 0,
-        **grid,
-        **tile,
-        **turns(x),
+    tiles = _tiles(hidden)
+    more_tiles, even = tiles * inside, size % DEPTH == long % DEPTH == 0
+    sizes = (num_rows, hidden, size, long, tiles, more_tiles)
+    _expert_down_kernel[(slots * tiles + more_tiles,)](
+        wide, down, each, more_wide, back, more, *lists, *sizes, EVEN=even, **kinds, **cut
     )
-    out = torch.empty(num_rows, hidden, dtype=x.dtype, device=x.device)
-    _expert_sum_kernel[(num_rows, triton.cdiv(hidden, SUM_BLOCK))](
-        each,
+    if shared is not None and not inside:
+        more = shared_reference(x, shared)
+    return _sum(each, weights, more if shared is not None else None)
+
+
+def _tiles(outputs: int) -> int:
+    """Programs over `outputs`."""
+    return -(-outputs // OUTPUTS)
+
+
+def _sum(pairs: torch.Tensor, weights: torch.Tensor, more: torch.Tensor | None) -> torch.Tensor:
+    """Rows [T, H] of pairs [T * K, H] by float32 weights [T, K], plus `more` [T, H]."""
+    (rows, top_k), hidden = weights.shape, pairs.shape[1]
+    out = pairs.new_empty(rows, hidden)
+    _expert_sum_kernel[(rows, -(-hidden // SUM_BLOCK))](
+        pairs,
         weights,
-        x if shared is None else shared,
+        pairs if more is None else more,
         out,
-        0 if shared is None else shared.stride(0),
+        hidden if more is None else more.stride(0),
         hidden,
         TOP_K=top_k,
-        SHARED=shared is not None,
+        SHARED=more is not None,
         BLOCK=SUM_BLOCK,
-        **turns(x),
+        **turns(pairs),
     )
     return out
 
 
-def cost(rows: int, top_k: int, touched: int, hidden: int, size: int) -> tuple[int, int]:
+def cost(
+    rows: int, top_k: int, touched: float, hidden: int, size: int, shared_size: int = 0
+) -> tuple[float, float]:
     """(FLOPs, bytes in 16 bits) of `rows` that touch `touched` different experts."""
-    weights, pairs = touched * 3 * hidden * size, rows * top_k
-    return 6 * pairs * hidden * size, 2 * (
-        weights + pairs * (2 * hidden + 2 * size) + rows * hidden
-    )
+    pairs = rows * top_k
+    weights = 3 * hidden * (touched * size + shared_size)
+    flops = 6 * hidden * (pairs * size + rows * shared_size)
+    return flops, 2 * (weights + pairs * (2 * hidden + 2 * size) + rows * (hidden + shared_size))

@@ -63,10 +63,6 @@ class GatedMLP(nn.Module):
         hidden, x = self.gate_up.normed(x, norm, gates=True)
         return self.down(hidden), x
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., E] -> [..., E]`: this rank's term of `forward`, not yet all-reduced."""
-        return self.down.partial(self.gate_up.gated(x))
-
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""
         return self.gate_up.places() | self.down.places()

@@ -15,6 +15,7 @@ from torch import nn
 
 from eyas.distributed.group import SOLO, Group
 from eyas.kernels.experts import experts
+from eyas.kernels.experts_triton import Shared
 from eyas.kernels.norm import Norm
 from eyas.kernels.route import route
 from eyas.layers.basic import GatedMLP
@@ -65,9 +66,9 @@ class Experts(nn.Module):
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        shared: torch.Tensor | None = None,
+        shared: Shared | None = None,
     ) -> torch.Tensor:
-        """`[T, H] -> [T, H]`: this rank's part of the experts' weighted sum, plus `shared`."""
+        """`[T, H] -> [T, H]`: this rank's part of the experts' weighted sum, and of `shared`."""
         return experts(x, ids, weights, self.gate_up, self.down, shared)
 
     def places(self) -> Places:
@@ -98,7 +99,9 @@ class RoutedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, H] -> [T, H]`."""
-        shared = None if self.shared is None else self.shared.partial(x)
+        shared = None
+        if self.shared is not None:
+            shared = Shared(self.shared.gate_up.weight, self.shared.down.weight)
         return self.group.all_reduce(self.experts(x, *self.router(x), shared))
 
     def normed(self, x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
