@@ -188,7 +188,9 @@ def moe(name: str, count: int) -> Iterator[Case]:
 
     yield Case(
         name=f"experts ({touched:.1f} touched)",
-        run=run(lambda *given: experts_triton.experts_triton(*given, shared if more else None)),
+        run=run(
+            lambda *given: experts_triton.experts_triton(*given, shared=shared if more else None)
+        ),
         torch=run(experts.experts_grouped),
         moved=experts_triton.cost(count, top_k, touched, HIDDEN, size, more)[1],
     )

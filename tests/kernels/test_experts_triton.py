@@ -55,9 +55,9 @@ def check_shared(given: Inputs, size: int) -> None:
     gate_up = torch.randn(2 * size, x.shape[1], generator=generator) * x.shape[1] ** -0.5
     down = torch.randn(x.shape[1], size, generator=generator) * size**-0.5
     shared = module.Shared(*(t.to(x.device, x.dtype) for t in (gate_up, down)))
-    found = module.experts_triton(*given, shared)
+    found = module.experts_triton(*given, shared=shared)
     near(found, experts_reference(*given) + module.shared_reference(x, shared))
-    alone = module.experts_triton(*part(given, slice(0, 1)), shared)
+    alone = module.experts_triton(*part(given, slice(0, 1)), shared=shared)
     assert torch.equal(alone[0], found[0]), "a row depends on others"
 
 

@@ -7,7 +7,7 @@ import torch
 
 from eyas.kernels import accept, gated, lang, norm, norm_parts
 from eyas.kernels.draw import candidates
-from eyas.kernels.experts_triton import experts_triton
+from eyas.kernels.experts_triton import Shared, experts_triton
 from eyas.kernels.route import route
 from eyas.kernels.rows import put_rows, take_rows
 from eyas.kernels.tree import chain
@@ -36,7 +36,9 @@ def work(seed: int, rounds: int) -> list[torch.Tensor]:
         for _ in range(rounds):
             y, total = norm.add_rms_norm(y, y, weight, 1e-5)
             heads = norm_parts.norm_parts(y.view(4, 8, 64), (weight[:64],) * 2, 4, 1e-5)
-            y = experts_triton(heads.flatten(1), *route(router, CONFIG), gate_up, down, total)
+            shared = Shared(gate_up[0], down[0])
+            chosen = route(router, CONFIG)
+            y = experts_triton(heads.flatten(1), *chosen, gate_up, down, shared=shared)
             y = gated.gated(torch.stack((y, total), 1).flatten(1))
             tokens, _ = candidates(y, ids, 1, sampling, slots.slots, 1, sampled=False, noise=False)
             nodes = chain(tokens[:, 0], tokens)

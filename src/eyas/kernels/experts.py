@@ -31,17 +31,18 @@ def experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    *,
     shared: Shared | None = None,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert_ids[t, k](x[t])` by the way that suits device and type.
 
     x [T, H] in the model's dtype, ids int64[T, K] all different in a row, weights float32[T, K],
     gate_up [E, 2 * I, H] (gates first) and down [E, H, I] in x's dtype. An expert is
-    `down @ (silu(gate @ x) * (up @ x))`. Returns [T, H] in x's dtype; what the expert `shared` gives
-    is added to the rounded sum. Reads nothing on the host.
+    `down @ (silu(gate @ x) * (up @ x))`. Returns [T, H] in x's dtype; what the expert `shared`
+    gives is added to the rounded sum. Reads nothing on the host.
     """
     if suits(x, ids, gate_up):
-        return experts_triton(x, ids, weights, gate_up, down, shared)
+        return experts_triton(x, ids, weights, gate_up, down, shared=shared)
     if x.device.type == "cpu":
         y = torch.ops.eyas.experts_cpu(x, ids, weights, gate_up, down)
     elif _grouped_suits(x, down):

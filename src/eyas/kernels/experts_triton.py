@@ -282,6 +282,7 @@ def experts_triton(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    *,
     shared: Shared | None = None,
 ) -> torch.Tensor:
     """See `eyas.kernels.experts.experts`."""
@@ -310,9 +311,9 @@ def experts_triton(
     )
     tiles = _tiles(hidden)
     more_tiles, even = tiles * inside, size % DEPTH == long % DEPTH == 0
-    sizes = (num_rows, hidden, size, long, tiles, more_tiles)
+    ends = (num_rows, hidden, size, long, tiles, more_tiles)
     _expert_down_kernel[(slots * tiles + more_tiles,)](
-        wide, down, each, more_wide, back, more, *lists, *sizes, EVEN=even, **kinds, **cut
+        wide, down, each, more_wide, back, more, *lists, *ends, EVEN=even, **kinds, **cut
     )
     if shared is not None and not inside:
         more = shared_reference(x, shared)

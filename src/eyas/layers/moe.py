@@ -69,7 +69,7 @@ class Experts(nn.Module):
         shared: Shared | None = None,
     ) -> torch.Tensor:
         """`[T, H] -> [T, H]`: this rank's part of the experts' weighted sum, and of `shared`."""
-        return experts(x, ids, weights, self.gate_up, self.down, shared)
+        return experts(x, ids, weights, self.gate_up, self.down, shared=shared)
 
     def places(self) -> Places:
         """Checkpoint tensor name -> the place of this rank's share."""
