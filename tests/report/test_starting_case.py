@@ -29,6 +29,7 @@ def test_one_profile_gives_decode(record: dict[str, Any]) -> None:
     assert record["decode_ms"] == pytest.approx(12.0, rel=0.05)
     assert record["all_reduces"] == 122
     assert record["verify_ms"] < 15
+    assert record["decode_ms"] < record["decode_ms_with_triton"] < 14.5
 
 
 def test_what_the_slow_verifies_need(record: dict[str, Any]) -> None:

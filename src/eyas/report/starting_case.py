@@ -63,6 +63,7 @@ def starting_case() -> dict[str, Any]:
         "cycle_ms": found.cycle_ms,
         "tok_per_s": found.tok_per_s,
         "breakdown": breakdown(found),
+        "decode_ms_with_triton": predict(scenario.change(latent_us=published.TRITON_MLA)).decode_ms,
         "all_reduces": all_reduces(found),
         "all_reduce_us": {n: _reduce_us(scenario, n) for n in (1, DRAFTS + 1)},
         "most_all_reduce_us": _most_reduce_us(scenario, found),

@@ -40,6 +40,9 @@ def _case(record: dict[str, Any]) -> list[str]:
         f"three tokens {record['verify_ms']:.1f} ms, a cycle {record['cycle_ms']:.1f} ms. "
         "Milliseconds:",
         _table(["", *stages], rows),
+        "What SGLang's latent attention takes at so short a context is assumed: as grouped-query "
+        "attention on an H200. With vLLM's Triton kernel, whose times on this GPU are public, "
+        f"decode would take {record['decode_ms_with_triton']:.1f} ms.",
         f"`floor` is traffic over bandwidth or arithmetic over peak, without collectives. The idle "
         f"time of a cycle is the engine's: {record['engine']}.",
     ]
