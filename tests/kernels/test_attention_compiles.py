@@ -88,11 +88,11 @@ def build(
     space = Workspace.of(2**27, torch.device("meta"))
     plan = make_plan(layout, torch.bfloat16, group, requests, num_new, tree, splits, 264, space)
     rope_dim = model.key_dim - model.value_dim if model.latent else model.key_dim
-    constants = module.constants(layout, plan, group, rope_dim, model.window)
+    constants = module.constants(layout, plan, group, rope_dim, model.window) | {"EARLY": True}
     kernel = module._attention_kernel
     start = time.perf_counter()
     source = ASTSource(fn=kernel, **arguments(kernel.arg_names, constants))
-    options = {"num_warps": plan.num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": plan.num_warps, "enable_fp_fusion": False, "launch_pdl": True}
     made = triton.compile(source, target=HOPPER, options=options)
     seconds = time.perf_counter() - start
     registers, spilled = usage(made.asm["cubin"])
@@ -160,6 +160,7 @@ def test_kernel_suits_an_h200(name: str) -> None:
     waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", built.assembly)
     assert any(int(n) for n in waits), "every load of keys is waited for at once"
     assert "wgmma" in built.assembly, "no tensor core of this GPU's own"
+    assert "griddepcontrol.wait" in built.assembly, "it does not take its turn"
 
 
 def report() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.batch import ForwardBatch
-from eyas.kernels.lang import tl, triton
+from eyas.kernels.lang import take_turn, tl, triton, turns
 from eyas.model_config import AttentionShape
 
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -169,9 +169,10 @@ def _kv_write_kernel(  # type: ignore[no-untyped-def]
     k_new_stride, v_new_stride, rope_stride,
     DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_A: tl.constexpr, SIZE_B: tl.constexpr,
     SIZE_V: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (run of new rows, KV head, request)."""
+    take_turn(EARLY)
     head, request = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     new = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.load(prefix_ptr + request).to(tl.int32) + tail_offset
@@ -226,6 +227,7 @@ def write_kv(
         ROWS=ROWS,
         enable_fp_fusion=False,
         **layout.constants,
+        **turns(pool_k),
     )
 
 

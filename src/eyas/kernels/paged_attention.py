@@ -28,7 +28,7 @@ from eyas.kernels.kv_write import (
     new_rows,
     rope_arguments,
 )
-from eyas.kernels.lang import tl, triton
+from eyas.kernels.lang import take_turn, tl, triton, turns
 from eyas.kernels.splits import (
     FLOOR,
     attention_merge_kernel,
@@ -48,9 +48,10 @@ HIDDEN = tl.constexpr(-1e30)
 @triton.jit(do_not_specialize=PASS_VALUES)
 def _attention_order_kernel(  # type: ignore[no-untyped-def]
     order_ptr, bits_ptr, prefix_ptr, table_ptr, num_new, table_stride, table_width,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (row): flat positions int64[64] of its visible tail keys, those in front."""
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     request = row // num_new
     place = tl.arange(0, 64)
@@ -182,12 +183,13 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     SIZE_V: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr,
     GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     TREE: tl.constexpr, WINDOW: tl.constexpr, FOLD: tl.constexpr, WRITE: tl.constexpr,
-    MERGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    MERGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys x tile of rows, KV head, request).
 
     With TREE 2 the first `shared` programs take tiles of all rows, the others a node's rows each.
     """
+    take_turn(EARLY)
     pid, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_ptr + request).to(tl.int32)
     part, tile, own = pid // tiles, pid % tiles, False
@@ -199,8 +201,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     row0, first = request * num_new, prefix + tail_offset
     group = request * tl.num_programs(1) + head
     rows = first_row + tl.arange(0, R)
-    used = rows < last_row
-    node = tl.minimum(rows, last_row - 1) // GROUP
+    used, node = rows < last_row, tl.minimum(rows, last_row - 1) // GROUP
     column = head * GROUP + rows % GROUP
     cos_ptr, sin_ptr = cos_ptr + row0 * rope_stride, sin_ptr + row0 * rope_stride
     k_new_ptr += row0 * k_new_stride + head * DIM
@@ -226,8 +227,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     if lo >= hi:
         return
-    k_ptr += head.to(tl.int64) * positions * DIM
-    v_ptr += head.to(tl.int64) * positions * WIDE
+    before = head.to(tl.int64) * positions
+    k_ptr, v_ptr = k_ptr + before * DIM, v_ptr + before * WIDE
     table_ptr += request * table_stride
     if WRITE:
         for start in range(0, num_new, 16):
@@ -244,8 +245,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 DIM, WIDE, SIZE_B, PAGE, LATENT,
             )  # fmt: skip
         tl.debug_barrier()
-    sum_ptr += group * (SPLITS + 2) * SIZE_V * columns
-    stat_ptr += group * (SPLITS + 2) * 2 * columns
+    columns_before = group * (SPLITS + 2) * columns
+    sum_ptr, stat_ptr = sum_ptr + columns_before * SIZE_V, stat_ptr + columns_before * 2
     top, mass = tl.full([R], FLOOR, tl.float32), tl.zeros([BLOCK, R], tl.float32)
     acc = tl.zeros([SIZE_V, R], tl.float32)
     total_top, total_mass, total = top, tl.zeros([R], tl.float32), acc
@@ -312,6 +313,7 @@ def node_orders(batch: ForwardBatch, page_size: int) -> torch.Tensor:
         batch.page_table.shape[1],
         PAGE=page_size,
         num_warps=1,
+        **turns(out),
     )
     return out
 
@@ -402,6 +404,7 @@ def paged_attention(
         num_warps=plan.num_warps,
         enable_fp_fusion=False,
         **compiled,
+        **turns(out),
     )
     if plan.parts > 1 and not plan.merge:
         size = layout.constants["SIZE_V"]
@@ -420,6 +423,7 @@ def paged_attention(
             CHUNK=chunk,
             enable_fp_fusion=False,
             **{name: compiled[name] for name in names},
+            **turns(out),
         )
 
 

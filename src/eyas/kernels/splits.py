@@ -12,7 +12,7 @@ place of D, where columns are a head's rows. FlashDecoding merges alike (crfm.st
 
 from __future__ import annotations
 
-from eyas.kernels.lang import tl, triton
+from eyas.kernels.lang import take_turn, tl, triton
 
 AHEAD = tl.constexpr(8)
 """Splits that are on their way while one is folded."""
@@ -141,9 +141,10 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, sum_ptr, stat_ptr, prefix_ptr, bits_ptr, num_new, tail_offset, columns, heads,
     GROUP: tl.constexpr, WIDE: tl.constexpr, SIZE_V: tl.constexpr, R: tl.constexpr,
     CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
+    LEAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk of dims, tile of R rows, request and KV head): merge what programs put."""
+    take_turn(EARLY)
     dims = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     rows = tl.program_id(1) * R + tl.arange(0, R)
     pair = tl.program_id(2).to(tl.int64)
