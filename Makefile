@@ -8,8 +8,9 @@ STAMP := .venv/.installed
 demo: $(STAMP)
 	$(BIN)/eyas demo
 
+# One thread a process: tests are many small products, for which threads would only wait.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests
