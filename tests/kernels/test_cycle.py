@@ -16,6 +16,7 @@ import eyas
 from eyas.config import SamplingParams, SpeculationConfig
 from eyas.engine.drafters import Network
 from tests.helpers import (
+    CPU,
     LATENT,
     VOCAB,
     Job,
@@ -26,7 +27,7 @@ from tests.helpers import (
     tiny_model,
     tiny_target,
 )
-from tests.kernels.running import DEVICE
+from tests.kernels.running import DEVICE, on_gpu
 
 LAYERS = 3
 TARGETS: dict[str, dict[str, Any]] = {
@@ -46,15 +47,15 @@ RUNS = [("grouped", name) for name in SHAPES] + [("latent", "chain"), ("normed",
 TOKENS = 5
 
 
-def write() -> dict[str, list[list[int]]]:
+def write(device: torch.device = CPU) -> dict[str, list[list[int]]]:
     """What two requests, greedy and sampled, say in every run."""
     said = {}
     for target, name in RUNS:
         shape = SHAPES[name]
-        drafter: Network = tiny_drafter()
+        drafter: Network = tiny_drafter(device=device)
         if shape.algorithm == "STANDALONE":
-            drafter = tiny_model(vocab_size=VOCAB + 32)
-        engine = make_engine(tiny_target(**TARGETS[target]), drafter, shape)
+            drafter = tiny_model(device=device, vocab_size=VOCAB + 32)
+        engine = make_engine(tiny_target(device=device, **TARGETS[target]), drafter, shape)
         prompts = [(5, 6, 7, 8), (9, 3, 9, 3, 9)]
         kinds = [SamplingParams(max_tokens=TOKENS, ignore_eos=True)]
         kinds.append(SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=2))
@@ -72,6 +73,12 @@ def test_interpreted_cycles_write_the_same_text() -> None:
     command = [sys.executable, str(Path(__file__))]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     assert json.loads(done.stdout) == write()
+
+
+@on_gpu
+def test_cycles_on_a_gpu_write_the_same_text() -> None:
+    """Fault: the same, of the kernels as a GPU runs them, in float32 and in graphs."""
+    assert write(torch.device("cuda")) == write()
 
 
 if __name__ == "__main__":
