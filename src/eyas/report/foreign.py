@@ -21,9 +21,10 @@ from eyas.report.traces.account import account, by_component, kernels_by_time, u
 from eyas.report.traces.collectives import collectives
 from eyas.report.traces.cycles import Cycles, find_cycles
 from eyas.report.traces.places import components
+from eyas.report.traces.reading import read_trace
 from eyas.report.traces.stages import Staging, staging
 from eyas.report.traces.timeline import timeline
-from eyas.report.traces.trace import Ints, Trace, read_trace
+from eyas.report.traces.trace import Ints, Trace
 from eyas.report.traces.words import verdict
 
 ENGINES = (("sglang", "SGLang"), ("vllm", "vLLM"), ("eyas", "eyas"))

@@ -11,8 +11,8 @@ import pytest
 
 from eyas.report.foreign import read
 from eyas.report.traces.account import account
+from eyas.report.traces.reading import read_trace
 from eyas.report.traces.timeline import MOST_BARS, timeline
-from eyas.report.traces.trace import read_trace
 from tests.report.traces import writing as w
 from tests.report.traces.conftest import Save
 

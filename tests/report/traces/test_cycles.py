@@ -19,8 +19,8 @@ from eyas.report.components import (
 )
 from eyas.report.foreign import Reading, read
 from eyas.report.traces.account import account
+from eyas.report.traces.reading import read_trace
 from eyas.report.traces.stages import span_stage
-from eyas.report.traces.trace import read_trace
 from tests.report.traces import writing as w
 from tests.report.traces.conftest import Save
 

@@ -14,7 +14,7 @@ from eyas.report.components import (
     UNKNOWN,
 )
 from eyas.report.traces.places import components
-from eyas.report.traces.trace import read_trace
+from eyas.report.traces.reading import read_trace
 from tests.report.traces.conftest import Save
 from tests.report.traces.writing import (
     ARGMAX,

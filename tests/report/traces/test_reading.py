@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from eyas.errors import RecordError
-from eyas.report.traces.trace import read_trace
+from eyas.report.foreign import analyse
+from eyas.report.traces.reading import read_trace
 from tests.report.traces.conftest import Save
-from tests.report.traces.writing import ALL_REDUCE, FLASH, K, Recorder, sglang_decode
+from tests.report.traces.writing import (
+    ALL_REDUCE,
+    FLASH,
+    K,
+    Recorder,
+    sglang_decode,
+    tensor_parallel,
+)
 
 
 def test_work_is_in_order_and_knows_its_launch(save: Save) -> None:
@@ -44,6 +52,28 @@ def test_devices_of_one_process_are_ranks(save: Save) -> None:
     traces = read_trace(save(r))
     assert [t.rank for t in traces] == [0, 3]
     assert [t.work.dur.tolist() for t in traces] == [[5.0], [6.0]]
+
+
+def test_processes_merged_into_one_file_are_ranks(save: Save) -> None:
+    """Their numbers of launches are the same, and must not be taken for each other's."""
+    first, second = tensor_parallel(1)
+    for mark, recorder in (("[TP00]", first), ("[TP01]", second)):
+        for event in recorder.events:
+            event["pid"] = f"{mark} {event['pid']}"
+    for event in second.events:
+        if "stream" in event["args"]:
+            event["args"]["device"] = 0
+        event["ts"] += 3.0
+    first.events += second.events
+    traces = read_trace(save(first))
+    assert [t.rank for t in traces] == [0, 1]
+    assert len(traces[0].work.start) == len(traces[1].work.start)
+    for trace in traces:
+        asked = trace.calls.start[trace.work.call]
+        assert np.all(asked < trace.work.start)
+        assert trace.calls.graph[trace.work.call].all()
+    shared = analyse([save(first)])["collectives"]
+    assert shared["waiting_ms"] == pytest.approx({"0": 8 * 20e-3, "1": 0.0}, abs=1e-9)
 
 
 @pytest.mark.parametrize(
