@@ -13,7 +13,7 @@ from rich.console import Console
 from eyas.report.compare import compare
 from eyas.report.diff_table import show
 from eyas.report.foreign import analyse
-from tests.report.samples import bench_record, explain_record
+from tests.report.samples import bench_record, explain_record, ranks_record
 from tests.report.traces import writing as w
 
 Record = dict[str, Any]
@@ -154,8 +154,8 @@ def test_a_difference_that_no_part_holds_is_unexplained() -> None:
     assert found["verdict"].endswith("unexplained, 2.000 of 2.000 ms.")
 
 
-def test_equal_runs_are_alike() -> None:
-    for record in (explain_record(), bench_record()):
+def test_equal_runs_are_alike(tmp_path: Path) -> None:
+    for record in (explain_record(), bench_record(), ranks_record(tmp_path)):
         found = compare(record, copy.deepcopy(record))
         assert found["causes"] == []
         assert "alike within 2%" in found["verdict"]

@@ -19,7 +19,13 @@ EVENTS: list[dict[str, Any]] = [
     {"ph": "M", "name": "ünïcode \u2028", "args": {"name": None}},
     {"ph": "X", "cat": "cpu_op", "name": "", "ts": 12345678901.125, "dur": 1e-3, "args": {}},
 ]
-WHOLE = {"schemaVersion": 1, "info": {"a": [1, {}]}, "traceEvents": EVENTS, "traceName": "x.json"}
+WHOLE = {
+    "base": 1790857026000000000,
+    "ok": True,
+    "info": {"a": [1, {}]},
+    "traceEvents": EVENTS,
+    "traceName": "x.json",
+}
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], TraceEvents]:
