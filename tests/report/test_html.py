@@ -109,6 +109,13 @@ def test_parts_are_drawn_to_scale(tmp_path: Path) -> None:
     assert "1.20 x floor" in dense
 
 
+def test_options_are_compared_with_what_was_asked() -> None:
+    """Rows are sorted by gain: the first one is not the base."""
+    text = page(samples.plan_record())
+    assert "a line marks as asked" in text
+    assert "131.0 tok/s, 2.18 x as asked" in text
+
+
 def test_the_checks_find_what_they_look_for() -> None:
     """A checker that finds nothing proves nothing."""
     start = '<!doctype html>\n<html lang="en"><meta name="viewport">'

@@ -215,21 +215,28 @@ def _what_if(record: Record) -> Html | None:
     rows = record.get("rows")
     if not rows:
         return None
-    first = float(rows[0].get("tok_per_s") or 0.0)
-    drawn = [
-        Bar(
-            name=str(r["option"]),
-            parts=[(colour("verify"), float(r.get("tok_per_s") or 0.0))],
-            text=f"{_plain(r.get('tok_per_s'), 1)} tok/s, {_plain(r.get('speedup'))} x",
-            mark=first,
+    base = next((r for r in rows if str(r["option"]).startswith("as ")), rows[0])
+    mark = float(base.get("tok_per_s") or 0.0)
+    drawn = []
+    for r in rows:
+        rate = r.get("tok_per_s")
+        more = f", {rate / mark:.2f} x {base['option']}" if rate and mark and r is not base else ""
+        drawn.append(
+            Bar(
+                name=str(r["option"]),
+                parts=[(colour("accept" if r is base else "verify"), float(rate or 0.0))],
+                text=f"{_plain(rate, 1)} tok/s{more}",
+                mark=mark,
+            )
         )
+    keys = ("decode_ms", "cycle_ms", "tok_per_s", "speedup", "break_even")
+    cells = [
+        [str(r["option"]), str(r.get("costs", "")), *(_plain(r.get(key)) for key in keys)]
         for r in rows
     ]
-    keys = ("decode_ms", "cycle_ms", "tok_per_s", "speedup", "break_even")
-    cells = [[str(r["option"]), *(_plain(r.get(key)) for key in keys)] for r in rows]
-    head = ("option", "decode ms", "cycle ms", "tok/s", "speed-up", "break-even")
-    about = f"a line marks {rows[0]['option']}"
-    return joined(tag("p", about, class_="unit"), bars(drawn), table(head, cells))
+    head = ("option", "what it costs", "decode ms", "cycle ms", "tok/s", "speed-up", "break-even")
+    about = f"a line marks {base['option']}"
+    return joined(tag("p", about, class_="unit"), bars(drawn), table(head, cells, words=2))
 
 
 def _causes(record: Record) -> Html | None:
