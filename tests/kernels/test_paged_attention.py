@@ -207,7 +207,7 @@ def run_bits_small() -> None:
     """Bits where splits begin, grow and are cut off by a window."""
     three, two = Case(kv_heads=1, group=3, rope_dim=16), Case(kv_heads=1, group=2)
     check_company(three, 126, (4,))
-    check_company(two, 382, (4,), splits=3)
+    check_company(two, 510, (4,), splits=4)
     check_company(replace(two, window=130), 253, (3,))
     check_company(LATENT, 127, (2,))
     check_path(three, 123, 9)

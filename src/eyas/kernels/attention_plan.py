@@ -20,6 +20,8 @@ CAUSAL, MASKED, RANKS = 0, 1, 2
 """Kinds of tail: causal; by ancestor bits; by bits, each node as if it stood in the text."""
 FUSED_SUMS = 4096
 """Sums of a tile up to so many are merged by its last program, larger ones by another launch."""
+SPARE_SLOTS = 4
+"""Slots beside a row's splits: rows of a tile end up to 64 keys apart, a window begins anywhere."""
 MAX_TILES = 4096
 """Tiles of a pass whose keys may be shared by several programs."""
 WORKSPACE_BYTES = 2**27
@@ -113,7 +115,7 @@ def make_plan(
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
     tiles = -(-rows // tile)
     parts = min(splits + 1, -(-programs // (requests * heads * tiles)))
-    sums = requests * heads * (splits + 2) * values * tiles * tile
+    sums = requests * heads * (splits + SPARE_SLOTS) * values * tiles * tile
     if sums > workspace.sums.numel() or requests * heads * tiles > MAX_TILES:
         parts = 1
     block = 128 if narrow and keys <= 64 else 64

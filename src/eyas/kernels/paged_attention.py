@@ -31,6 +31,7 @@ from eyas.kernels.kv_write import (
 from eyas.kernels.lang import take_turn, tl, triton, turns
 from eyas.kernels.splits import (
     FLOOR,
+    SPARE,
     attention_merge_kernel,
     extent,
     fold,
@@ -38,7 +39,8 @@ from eyas.kernels.splits import (
     merged,
     put,
     set_bits,
-    split_shift,
+    slots_of,
+    splits_end,
 )
 
 HIDDEN = tl.constexpr(-1e30)
@@ -148,9 +150,7 @@ def _absorb(scores, v, factor, top, mass, acc):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _share(  # type: ignore[no-untyped-def]
-    low, end, shift, prefix, most, part, parts, inverse, own,
-    TREE: tl.constexpr, FOLD: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
+    start, end, coarse, prefix, part, parts, inverse, own, TREE: tl.constexpr, FOLD: tl.constexpr
 ):  # fmt: skip
     """The places lo .. hi - 1 of a part of the work on a tile, and the number of busy parts.
 
@@ -158,19 +158,17 @@ def _share(  # type: ignore[no-untyped-def]
     belong to tiles of all rows, the others to the nodes' own tiles; with FOLD there is no edge.
     `inverse` is 2 ** 30 / parts, rounded up: divisions would take longer than all the rest.
     """
-    unit = tl.max(shift, 0)
-    begin, finish = tl.min(low, 0) >> unit, tl.max(end, 0)
+    begin, finish = start >> coarse, tl.max(end, 0)
     if TREE == 2:
-        edge = split_shift(most, WINDOW, SPLITS, LEAST)
-        edge = prefix * 0 if FOLD else prefix >> edge << edge
-        begin = tl.where(own, tl.maximum(begin, edge >> unit), begin)
-        finish = tl.where(own, finish, edge)
+        edge = prefix * 0 if FOLD else prefix >> coarse
+        begin = tl.where(own, tl.maximum(begin, edge), begin)
+        finish = tl.where(own, finish, edge << coarse)
         part, parts = tl.where(own, 0, part), tl.where(own, 1, parts)
         inverse = tl.where(own, 1 << 30, inverse)
-    units = tl.maximum(((finish - 1) >> unit) + 1 - begin, 0).to(tl.int64)
+    units = tl.maximum(((finish - 1) >> coarse) + 1 - begin, 0).to(tl.int64)
     lo = begin + (part * units * inverse >> 30).to(tl.int32)
     hi = begin + ((part + 1) * units * inverse >> 30).to(tl.int32)
-    return lo << unit, tl.minimum(hi << unit, finish), tl.minimum(parts, units)
+    return lo << coarse, tl.minimum(hi << coarse, finish), tl.minimum(parts, units)
 
 
 @triton.jit(do_not_specialize=PASS_VALUES)
@@ -218,13 +216,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             k_new_stride, v_new_stride, rope_stride, kind,
             DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, ROPE, LATENT,
         )  # fmt: skip
-    low, end, shift, base, bits = extent(
+    low, end, shift, bits = extent(
         prefix, node, bits_ptr + row0, num_new, tail_offset, TREE, WINDOW, SPLITS, LEAST
     )
-    lo, hi, expected = _share(
-        low, end, shift, prefix, first + num_new, part, parts, inverse, own,
-        TREE, FOLD, WINDOW, SPLITS, LEAST,
-    )  # fmt: skip
+    fine, coarse, slot0 = slots_of(low, shift, prefix, first + num_new, TREE, WINDOW, SPLITS, LEAST)
+    lo, hi, expected = _share(slot0, end, coarse, prefix, part, parts, inverse, own, TREE, FOLD)
     if lo >= hi:
         return
     before = head.to(tl.int64) * positions
@@ -245,16 +241,12 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 DIM, WIDE, SIZE_B, PAGE, LATENT,
             )  # fmt: skip
         tl.debug_barrier()
-    columns_before = group * (SPLITS + 2) * columns
+    columns_before = group * (SPLITS + SPARE) * columns
     sum_ptr, stat_ptr = sum_ptr + columns_before * SIZE_V, stat_ptr + columns_before * 2
     top, mass = tl.full([R], FLOOR, tl.float32), tl.zeros([BLOCK, R], tl.float32)
     acc = tl.zeros([SIZE_V, R], tl.float32)
     total_top, total_mass, total = top, tl.zeros([R], tl.float32), acc
-    plain, newest, least = (
-        prefix if TREE == 1 else tl.min(end, 0),
-        tl.max(low, 0),
-        1 << tl.min(shift, 0),
-    )
+    plain, newest = prefix if TREE == 1 else tl.min(end, 0), tl.max(low, 0)
     order_ptr += (row0 + first_row // GROUP) * 64
     for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
         kv, stop = start + tl.arange(0, BLOCK), start + BLOCK
@@ -266,25 +258,23 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         if (stop > plain) | (start < newest):
             scores = tl.where(_seen(kv, low, end, bits, prefix, TREE == 1), scores, HIDDEN)
         top, mass, acc = _absorb(scores, v, factor, top, mass, acc)
-        if (stop & (least - 1) == 0) & (stop < hi):
-            done, split_mass = stop >> shift << shift == stop, tl.sum(mass, 0)
+        if (stop >> fine << fine == stop) & (stop < hi):
+            done, now = splits_end(stop, end, shift), tl.sum(mass, 0)
             if FOLD:
                 total_top, total_mass, total = fold(
-                    total_top, total_mass, total, top, split_mass, acc, done
+                    total_top, total_mass, total, top, now, acc, done
                 )
             else:
-                put(
-                    sum_ptr, stat_ptr, top, split_mass, acc, (stop - 1 >> shift) - base, rows,
-                    done & used, columns, SIZE_V,
-                )  # fmt: skip
+                slot = stop - 1 - slot0 >> fine
+                put(sum_ptr, stat_ptr, top, now, acc, slot, rows, used, columns, SIZE_V, TREE == 2)
             stay = tl.where(done, 0.0, 1.0)[None, :]
             top, mass, acc = tl.where(done, FLOOR, top), mass * stay, acc * stay
-    finished, dims, last_mass = True, tl.arange(0, SIZE_V), tl.sum(mass, 0)
+    finished, dims, now = True, tl.arange(0, SIZE_V), tl.sum(mass, 0)
     if FOLD:
-        top, last_mass, acc = fold(total_top, total_mass, total, top, last_mass, acc, shift > 0)
-    elif (not MERGE) | (expected > 1) | (hi - lo > least):
-        slot = (hi - 1 >> shift) - base
-        put(sum_ptr, stat_ptr, top, last_mass, acc, slot, rows, used, columns, SIZE_V)
+        top, now, acc = fold(total_top, total_mass, total, top, now, acc, end > 0)
+    elif (not MERGE) | (expected > 1) | (hi - lo > 1 << fine):
+        slot = hi - 1 - slot0 >> fine
+        put(sum_ptr, stat_ptr, top, now, acc, slot, rows, used, columns, SIZE_V, TREE == 2)
         finished = False
         if MERGE:
             tl.debug_barrier()  # all threads' sums stand before the count says so
@@ -292,11 +282,12 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             finished = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
             if finished:
                 tl.store(count_ptr, 0)
-                last = tl.where(used, (end - 1 >> shift) - base + 1, 0)
-                last_mass, acc = merged(sum_ptr, stat_ptr, last, rows, dims, columns, SIZE_V)
+                now, acc = merged(
+                    sum_ptr, stat_ptr, slot0, fine, end, shift, rows, dims, columns, SIZE_V
+                )
     if finished:
         wide = tl.num_programs(1) * GROUP * WIDE
-        give(out_ptr + row0 * wide, last_mass, acc, node * wide + column * WIDE, used, dims, WIDE)
+        give(out_ptr + row0 * wide, now, acc, node * wide + column * WIDE, used, dims, WIDE)
 
 
 def node_orders(batch: ForwardBatch, page_size: int) -> torch.Tensor:

@@ -5,17 +5,20 @@ sees and from nothing else, and splits are folded in their order. So a row's bit
 how many programs share the work, nor on the other rows, requests and nodes of the pass. Sums are
 float32 [D, R], one column a row; statistics are the largest scaled score and the mass of weights.
 
-Split sums lie in a workspace: [requests * KV heads, SPLITS + 2, D, columns], statistics with 2 in
-place of D, where columns are a head's rows. FlashDecoding merges alike (crfm.stanford.edu,
-2023-10-12), with splits that depend on the batch.
+Split sums lie in a workspace: [requests * KV heads, SPLITS + SPARE, D, columns], statistics with 2
+in place of D, where columns are a head's rows. Rows of a tile may differ in the length of their
+splits; a slot then is a run of the shortest length, and a longer split lies where it ends.
+FlashDecoding merges alike (crfm.stanford.edu, 2023-10-12), with splits that depend on the batch.
 """
 
 from __future__ import annotations
 
+from eyas.kernels.attention_plan import SPARE_SLOTS
 from eyas.kernels.lang import take_turn, tl, triton
 
 AHEAD = tl.constexpr(8)
 """Splits that are on their way while one is folded."""
+SPARE = tl.constexpr(SPARE_SLOTS)
 FLOOR = tl.constexpr(-1e20)
 """Statistic of a row that has seen nothing; hidden scores lie far below it."""
 
@@ -56,7 +59,7 @@ def extent(  # type: ignore[no-untyped-def]
     prefix, node, bits_ptr, num_new, tail_offset,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Of nodes int32[M]: first place they see, end of places, shift of splits, first split; bits.
+    """Of nodes int32[M]: first place they see, end of the places, shift of their splits; bits.
 
     TREE 0: places are KV indices, the tail causal. 1: the tail as `bits` say. 2: places behind the
     prefix are ranks among a node's visible keys. Windows count ranks.
@@ -71,7 +74,32 @@ def extent(  # type: ignore[no-untyped-def]
         end = prefix + tail_offset + num_new + node * 0
     shift = split_shift(count, WINDOW, SPLITS, LEAST)
     low = tl.maximum(count - WINDOW, 0) if WINDOW > 0 else count * 0
-    return low, end, shift, low >> shift, bits
+    return low, end, shift, bits
+
+
+@triton.jit
+def slots_of(  # type: ignore[no-untyped-def]
+    low, shift, prefix, most, TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """Of a tile: shifts of its shortest and longest splits, and the place where slot 0 begins.
+
+    With TREE 2 they are those of all nodes, whose sums come from several tiles; `most` bounds their
+    keys.
+    """
+    if TREE == 2:
+        fine = split_shift(prefix + 1, WINDOW, SPLITS, LEAST)
+        coarse = split_shift(most, WINDOW, SPLITS, LEAST)
+        start = tl.maximum(prefix + 1 - WINDOW, 0) if WINDOW > 0 else prefix * 0
+    else:
+        fine, coarse, start = tl.min(shift, 0), tl.max(shift, 0), tl.min(low, 0)
+    return fine, coarse, start >> coarse << coarse
+
+
+@triton.jit
+def splits_end(place, end, shift):  # type: ignore[no-untyped-def]
+    """bool[R]: for which rows a split ends at `place`."""
+    return (place >> shift << shift == place) | (place >= end)
 
 
 @triton.jit
@@ -79,52 +107,45 @@ def fold(top, mass, acc, more_top, more_mass, more, counts):  # type: ignore[no-
     """Two sums of rows as one; `more` for the rows where it counts."""
     higher = tl.where(counts, tl.maximum(top, more_top), top)
     shrink = tl.exp2(top - higher)
-    grow = tl.where(counts, tl.exp2(tl.minimum(more_top - higher, 0.0)), 0.0)
-    mass = tl.fma(mass, shrink, more_mass * grow)
-    acc = tl.fma(acc, shrink[None, :], more * grow[None, :])
-    return higher, mass, acc
+    grow = tl.exp2(tl.where(counts, more_top - higher, 0.0))
+    mass = tl.where(counts, tl.fma(mass, shrink, more_mass * grow), mass)
+    folded = tl.fma(acc, shrink[None, :], more * grow[None, :])
+    return higher, mass, tl.where(counts[None, :], folded, acc)
 
 
 @triton.jit
 def put(  # type: ignore[no-untyped-def]
-    sum_ptr, stat_ptr, top, mass, acc, slot, rows, counts, columns, SIZE: tl.constexpr
+    sum_ptr, stat_ptr, top, mass, acc, slot, rows, used, columns, SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Store split `slot` int32[R] of the rows that count."""
-    counts = counts & (slot >= 0)
+    """Store a slot of rows; with MASKED of those used, else also of those that fill the tile."""
     dims = tl.arange(0, SIZE)
-    place = (slot * SIZE)[None, :] * columns + dims[:, None] * columns + rows[None, :]
-    tl.store(sum_ptr + place, acc, counts[None, :])
-    tl.store(stat_ptr + slot * 2 * columns + rows, top, counts)
-    tl.store(stat_ptr + (slot * 2 + 1) * columns + rows, mass, counts)
-
-
-@triton.jit
-def _take(  # type: ignore[no-untyped-def]
-    sum_ptr, stat_ptr, slot, last, rows, dims, columns, SIZE: tl.constexpr
-):  # fmt: skip
-    """Statistics and sums [D, R] of split `slot` of rows, and whether they have it.
-
-    Other programs wrote them a moment ago, hence past the first cache.
-    """
-    there = slot < last
-    top = tl.load(stat_ptr + slot * 2 * columns + rows, there, FLOOR, cache_modifier=".cg")
-    mass = tl.load(stat_ptr + (slot * 2 + 1) * columns + rows, there, 0.0, cache_modifier=".cg")
     place = (slot * SIZE + dims)[:, None] * columns + rows[None, :]
-    acc = tl.load(sum_ptr + place, there[None, :], 0.0, cache_modifier=".cg")
-    return top, mass, acc, there
+    tl.store(sum_ptr + place, acc, used[None, :] if MASKED else None)
+    tl.store(stat_ptr + slot * 2 * columns + rows, top, used if MASKED else None)
+    tl.store(stat_ptr + (slot * 2 + 1) * columns + rows, mass, used if MASKED else None)
 
 
 @triton.jit
 def merged(  # type: ignore[no-untyped-def]
-    sum_ptr, stat_ptr, last, rows, dims, columns, SIZE: tl.constexpr
+    sum_ptr, stat_ptr, start, fine, end, shift, rows, dims, columns, SIZE: tl.constexpr
 ):  # fmt: skip
-    """The rows' splits 0 .. last - 1 folded in order: mass [R] and sums [D, R] of `dims`."""
+    """The rows' splits folded in order: mass [R] and sums [D, R] of `dims`.
+
+    Other programs wrote them a moment ago, hence past the first cache.
+    """
     top = tl.full([rows.shape[0]], FLOOR, tl.float32)
     mass = tl.zeros([rows.shape[0]], tl.float32)
     acc = tl.zeros([dims.shape[0], rows.shape[0]], tl.float32)
-    for slot in tl.range(0, tl.max(last, 0), num_stages=AHEAD):
-        t, m, a, there = _take(sum_ptr, stat_ptr, slot, last, rows, dims, columns, SIZE)
-        top, mass, acc = fold(top, mass, acc, t, m, a, there)
+    for slot in tl.range(0, ((tl.max(end, 0) - 1 - start) >> fine) + 1, num_stages=AHEAD):
+        at = stat_ptr + slot * 2 * columns + rows
+        more_top = tl.load(at, cache_modifier=".cg")
+        more_mass = tl.load(at + columns, cache_modifier=".cg")
+        place = (slot * SIZE + dims)[:, None] * columns + rows[None, :]
+        more = tl.load(sum_ptr + place, cache_modifier=".cg")
+        begin = start + (slot << fine)
+        counts = splits_end(begin + (1 << fine), end, shift) & (begin < end)
+        top, mass, acc = fold(top, mass, acc, more_top, more_mass, more, counts)
     return mass, acc
 
 
@@ -152,15 +173,16 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     used = rows < num_new * GROUP
     node = tl.minimum(rows, num_new * GROUP - 1) // GROUP
     prefix = tl.load(prefix_ptr + request).to(tl.int32)
-    _, end, shift, base, _ = extent(
+    low, end, shift, _ = extent(
         prefix, node, bits_ptr + request * num_new, num_new, tail_offset,
         TREE, WINDOW, SPLITS, LEAST,
     )  # fmt: skip
-    last = tl.where(used, ((end - 1) >> shift) - base + 1, 0)
+    most = prefix + tail_offset + num_new
+    fine, _, start = slots_of(low, shift, prefix, most, TREE, WINDOW, SPLITS, LEAST)
+    before = pair * (SPLITS + SPARE) * columns
     mass, acc = merged(
-        sum_ptr + pair * (SPLITS + 2) * SIZE_V * columns,
-        stat_ptr + pair * (SPLITS + 2) * 2 * columns,
-        last, rows, dims, columns, SIZE_V,
+        sum_ptr + before * SIZE_V, stat_ptr + before * 2,
+        start, fine, end, shift, rows, dims, columns, SIZE_V,
     )  # fmt: skip
     wide = heads * GROUP * WIDE
     place = node * wide + (head * GROUP + rows % GROUP) * WIDE
