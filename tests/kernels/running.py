@@ -52,5 +52,5 @@ def compiles(
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     options = {"num_warps": num_warps, "launch_pdl": early}
     compiled = triton.compile(source, target=HOPPER, options=options)
-    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == early, "it does not take its turn"
+    assert not early or "griddepcontrol.wait" in compiled.asm["ptx"], "it does not take its turn"
     return compiled
