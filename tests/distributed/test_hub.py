@@ -45,6 +45,14 @@ def two_ranks(source: TinySource = LLAMA) -> Iterator[tuple[Ranks, Engine, int]]
         assert not alive(pid)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_arrives() -> Iterator[None]:
+    """Tests started in the background of a shell inherit that Ctrl-C is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def calm() -> Iterator[tuple[Ranks, Engine]]:
     """Ranks that nobody kills, and an engine over them."""
