@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -243,7 +243,13 @@ def generating(folder: Path, how: str = "") -> Iterator[tuple[subprocess.Popen[s
     assert process.stdout is not None
     pid = int(process.stdout.readline())
     time.sleep(0.5)
-    yield process, pid
+    try:
+        yield process, pid
+    except BaseException:  # a test that fails leaves nothing that computes on
+        for one in (process.pid, pid):
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        raise
     until = time.monotonic() + SOON
     while alive(pid) and time.monotonic() < until:
         time.sleep(0.1)
