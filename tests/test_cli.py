@@ -29,7 +29,8 @@ ENGINE = (
 )
 DRAFTER = "--drafter-aux-layers --drafter-feedback --drafter-rope-theta"
 SPECULATION = (
-    "--no-speculative-shared-noise --speculative-algorithm --speculative-eagle-topk "
+    "--no-speculative-shared-noise --speculative-algorithm --speculative-attention-mode "
+    "--speculative-eagle-topk "
     "--speculative-num-draft-tokens --speculative-num-steps"
 )
 SAMPLING = (
@@ -125,6 +126,7 @@ def refused(message: str, *arguments: str) -> None:
         ("feedback 'both'", ("generate", "a", "--drafter-feedback", "both")),
         ("rounds=0", ("bench", "--rounds", "0")),
         ("algorithm 'EAGLE9'", ("bench", "--speculative-algorithm", "EAGLE9")),
+        ("attention_mode 'both'", ("bench", "--speculative-attention-mode", "both")),
         ("num_draft_tokens=9", ("generate", "a", "--speculative-num-draft-tokens", "9")),
         ("No such file", ("bench", "--prompts", "/nowhere/p.jsonl")),
         ("No such file", ("generate", "--prompts", "/nowhere/p.jsonl")),

@@ -19,6 +19,7 @@ FEEDBACK = ("auto", "pre", "post")
 OVERLAP = ("auto", "on", "off")
 LOAD_FORMATS = ("auto", "dummy")
 ALGORITHMS = ("EAGLE3", "STANDALONE", "NGRAM", "NONE")
+ATTENTION_MODES = ("decode", "prefill")
 MAX_NODES = 64
 """Nodes of a request in one pass: the bits of an `int64` ancestor mask."""
 SPARE_POSITIONS = 4 * MAX_NODES
@@ -66,9 +67,18 @@ class SpeculationConfig(Strict):
     num_draft_tokens: int = option(
         5, "nodes verified per cycle, root included; steps + 1 in a chain"
     )
+    attention_mode: str = option(
+        "decode", "verify attends as decode does, or as prefill: one program walks all of the keys"
+    )
     shared_noise: bool = option(True, "drafter samples with the target's noise; off: plain top-k")
 
     def __post_init__(self) -> None:
+        require(
+            self.attention_mode in ATTENTION_MODES,
+            f"speculative attention_mode {self.attention_mode!r}",
+            "the mode must be known",
+            f"use one of {', '.join(ATTENTION_MODES)}",
+        )
         require(
             self.algorithm in ALGORITHMS,
             f"speculative algorithm {self.algorithm!r}",

@@ -38,7 +38,9 @@ class Software(Strict):
     fused_all_reduce: bool = option(False, "residual and norm in the all-reduce's kernel")
     overlapped: bool = option(False, "experts in two halves, the first one's sum under way")
     graphs: bool = option(True, "passes are replayed from CUDA graphs")
-    prefill_attention: bool = option(False, "verify walks each request's keys without splits")
+    prefill_attention: bool = option(
+        False, "verify attends as prefill does: no request's keys are split"
+    )
     blocking_copies: int = option(0, "times a cycle that the host waits for a small copy")
     waits_for_host: bool = option(True, "whether host_us of the profile is this engine's")
     joins: bool = option(True, "few rows' norms and gates are part of other launches, on a GPU")

@@ -80,6 +80,7 @@ DRAFTED: dict[str, SpeculationConfig] = {
     **{f"ngram {k}": chain(k, "NGRAM") for k in (1, 4, 8)},
     **{f"eagle {k}": chain(k) for k in range(1, 9)},
     **{f"tree {t.num_steps}-{t.eagle_topk}-{t.num_draft_tokens}": t for t in TREES},
+    "eagle 4, as prefill": chain(4, attention_mode="prefill"),
     "eagle 4, plain top-k": chain(4, shared_noise=False),
     **{f"standalone {k}": chain(k, "STANDALONE") for k in (1, 4)},
     "standalone tree": dataclasses.replace(TREES[1], algorithm="STANDALONE"),

@@ -181,6 +181,7 @@ def by_kernel(
     *,
     programs: int = 8,
     deterministic: bool = True,
+    verify: str = "decode",
     splits: int | None = None,
     workspace_bytes: int = SMALL_WORKSPACE,
     spare: int = 0,
@@ -190,6 +191,7 @@ def by_kernel(
     backend = TritonAttention(
         pages.pool,
         deterministic=deterministic,
+        verify=verify,
         programs=programs,
         splits=splits,
         workspace_bytes=workspace_bytes,
@@ -198,6 +200,8 @@ def by_kernel(
     backend.workspace.stats.fill_(float("nan"))
     out = pages.run(backend)
     assert not backend.workspace.counts.any(), "counts are zero between launches"
+    whole = verify == "decode" or backend.workspace.sums.isnan().all()
+    assert whole, "programs of a verify pass shared keys in prefill mode"
     return out, pages.pool
 
 

@@ -159,6 +159,7 @@ def check_company(case: Case, start: int, counts: tuple[int, ...], **given: Any)
         runs = {
             "alone": by_kernel(case, [mine], **many)[0][0],
             "folded": by_kernel(case, [mine], programs=1, **given)[0][0],
+            "as prefill": by_kernel(case, [mine], verify="prefill", **many)[0][0],
             "beside another": by_kernel(case, [beside, mine], spare=2, **many)[0][1],
             "pages": by_kernel(replace(case, page_size=3, poison=-7.0), [mine], **many)[0][0],
             "ranks": by_kernel(case, [chained], **many)[0][0],

@@ -96,6 +96,16 @@ def test_every_option_of_the_table_is_there(
     assert gain > 1 if better else gain < 1
 
 
+def test_the_mode_of_attention_is_the_flags(record: dict[str, Any]) -> None:
+    """Fault: `--speculative-attention-mode` that plans nothing, an option that changes nothing."""
+    chain = SpeculationConfig.chain(3, attention_mode="prefill")
+    given = PlanConfig(profile="rtx-pro-6000-tuned", tp=8, expert_bits=4.5, draft_bits=16.0)
+    asked = plan(scenario_of("shape:kimi-k2.5", "usual", chain, given))
+    walking, split = row(asked, "as asked"), row(record, "as asked")
+    assert walking["verify_ms"] == row(record, "verify on prefill attention")["verify_ms"]
+    assert row(asked, "verify on decode attention")["verify_ms"] == split["verify_ms"]
+
+
 def test_trees_and_ranks_have_rows() -> None:
     """Fault: options that only some scenarios have missing where they belong."""
     names = {r["option"] for r in plan(scenario("shape:deepseek-v2-lite", tp=2))["rows"]}

@@ -45,16 +45,20 @@ class PagedAttention(Protocol):
         """Prepare a pass over `batch`."""
 
 
-def paged_attention(pool: KVPool, *, deterministic: bool = True) -> PagedAttention:
+def paged_attention(
+    pool: KVPool, *, deterministic: bool = True, verify: str = "decode"
+) -> PagedAttention:
     """The backend for a pool: Triton's kernels on a GPU, else the reference.
 
     On a GPU a row's bits are the same in decode, chains and, with `deterministic`, in trees. The
-    reference is deterministic in any case.
+    reference is deterministic in any case. With `verify` "prefill" a verify pass attends as prompt
+    chunks do, by programs that each walk all keys of their rows: the same bits, and a time that
+    grows with the context. The reference has one way, which is both.
     """
     if pool.k.device.type == "cuda":
         from eyas.attention.triton import TritonAttention
 
-        return TritonAttention(pool, deterministic=deterministic)
+        return TritonAttention(pool, deterministic=deterministic, verify=verify)
     from eyas.attention.reference import ReferenceAttention
 
     return ReferenceAttention(pool)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from eyas.attention.rope import Rope
-from eyas.batch import ForwardBatch
+from eyas.batch import ForwardBatch, ForwardMode
 from eyas.kernels.attention_plan import (
     CAUSAL,
     MASKED,
@@ -35,12 +35,14 @@ class TritonAttention:
         pool: KVPool,
         *,
         deterministic: bool = True,
+        verify: str = "decode",
         programs: int | None = None,
         splits: int | None = None,
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         """With `deterministic` a node of a tree has the bits of its path alone, at some cost.
 
+        With `verify` "prefill" no keys of a verify pass are shared among programs.
         `programs` fill the device: two for each of its multiprocessors unless told. `splits` are
         those of a row at most; rows of engines with different ones differ in their last bits.
         """
@@ -48,10 +50,14 @@ class TritonAttention:
         device = pool.k.device
         if programs is None:
             programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-        self.programs = programs
+        self.programs, self.whole = programs, verify == "prefill"
         self.splits = splits or most_splits(pool.shape.num_kv_heads)
         self.layout = Layout(shape=pool.shape, page_size=pool.page_size)
         self.workspace = Workspace.of(workspace_bytes, device)
+
+    def programs_for(self, mode: ForwardMode) -> int:
+        """Programs that a pass may use to share a request's keys; 1: they are not shared."""
+        return 1 if self.whole and mode is ForwardMode.TARGET_VERIFY else self.programs
 
     def begin(self, batch: ForwardBatch) -> TritonPass:
         """Prepare a pass over `batch`; only a tree's order takes a launch."""
@@ -93,7 +99,7 @@ class TritonPass:
                 batch.num_new,
                 self.tree,
                 backend.splits,
-                backend.programs,
+                backend.programs_for(batch.mode),
                 backend.workspace,
             )
         pooled = (pool.k[layer], pool.v[layer])

@@ -54,7 +54,7 @@ class Runner:
         self.parts = Parts(
             target=target,
             pool=pool,
-            attention=paged_attention(pool),
+            attention=paged_attention(pool, verify=speculation.attention_mode),
             drafter=make_drafter(drafter, target, config, speculation, make_pool),
             state=state,
             decreed=_decreed(config, speculation, self.device),

@@ -45,7 +45,11 @@ def scenario_of(
         expert_overlap=config.expert_overlap,
         sharded_drafter=config.sharded_drafter,
     )
-    software = dataclasses.replace(ENGINES[config.engine], all_reduce=config.all_reduce)
+    software = dataclasses.replace(
+        ENGINES[config.engine],
+        all_reduce=config.all_reduce,
+        prefill_attention=spec.attention_mode == "prefill",
+    )
     return Scenario(
         target=target,
         drafter=network,

@@ -154,8 +154,9 @@ def _ranks(base: Scenario) -> Iterator[Option]:
 
 def _engine(base: Scenario) -> Iterator[Option]:
     group = "engine"
-    slow = "what an engine without verify kernels pays"
-    yield _change("verify on prefill attention", group, slow, prefill_attention=True)
+    split = base.software.prefill_attention
+    name = f"verify on {'decode' if split else 'prefill'} attention"
+    yield _change(name, group, "a flag: speculative-attention-mode", prefill_attention=not split)
     if base.speculation.num_nodes > 1:
         each = "what an engine that takes nodes for requests pays"
         yield _change("keys read for every node", group, each, kv_per_node=True)
