@@ -38,6 +38,11 @@ def require(condition: bool, value: str, rule: str, remedy: str) -> None:
         raise ConfigError(value, rule, remedy)
 
 
+def require_known(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise `ConfigError` unless `value` is one of those `known`."""
+    require(value in known, f"{name} {value!r}", "must be known", f"use one of {', '.join(known)}")
+
+
 class Strict:
     """Mix-in: build from a mapping, refusing keys that are not fields."""
 
@@ -73,18 +78,8 @@ class SpeculationConfig(Strict):
     shared_noise: bool = option(True, "drafter samples with the target's noise; off: plain top-k")
 
     def __post_init__(self) -> None:
-        require(
-            self.attention_mode in ATTENTION_MODES,
-            f"speculative attention_mode {self.attention_mode!r}",
-            "the mode must be known",
-            f"use one of {', '.join(ATTENTION_MODES)}",
-        )
-        require(
-            self.algorithm in ALGORITHMS,
-            f"speculative algorithm {self.algorithm!r}",
-            "the algorithm must be known",
-            f"use one of {', '.join(ALGORITHMS)}",
-        )
+        require_known("speculative attention_mode", self.attention_mode, ATTENTION_MODES)
+        require_known("speculative algorithm", self.algorithm, ALGORITHMS)
         if self.algorithm == "NONE":
             return
         for name in ("num_steps", "eagle_topk"):
@@ -159,12 +154,7 @@ class DrafterOptions(Strict):
     rope_theta: float = option(0.0, "base of its rotary embedding; 0 takes the checkpoint's")
 
     def __post_init__(self) -> None:
-        require(
-            self.feedback in FEEDBACK,
-            f"feedback {self.feedback!r}",
-            "the kind must be known",
-            f"use one of {', '.join(FEEDBACK)}",
-        )
+        require_known("feedback", self.feedback, FEEDBACK)
         require(
             self.rope_theta >= 0,
             f"rope_theta={self.rope_theta}",
@@ -197,18 +187,8 @@ class EngineConfig(Strict):
     draft_weights: str = option("auto", "weights of draft passes: full, int8, or auto")
 
     def __post_init__(self) -> None:
-        require(
-            self.draft_weights in DRAFT_WEIGHTS,
-            f"draft_weights {self.draft_weights!r}",
-            "the kind must be known",
-            f"use one of {', '.join(DRAFT_WEIGHTS)}",
-        )
-        require(
-            self.load_format in LOAD_FORMATS,
-            f"load_format {self.load_format!r}",
-            "the kind must be known",
-            f"use one of {', '.join(LOAD_FORMATS)}",
-        )
+        require_known("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
+        require_known("load_format", self.load_format, LOAD_FORMATS)
         require(
             all(0 <= rate <= 1 for rate in self.simulate_acceptance),
             f"simulate_acceptance={self.simulate_acceptance}",
@@ -221,18 +201,8 @@ class EngineConfig(Strict):
             "one of them says all",
             "give one",
         )
-        require(
-            self.overlap in OVERLAP,
-            f"overlap {self.overlap!r}",
-            "the kind must be known",
-            f"use one of {', '.join(OVERLAP)}",
-        )
-        require(
-            self.dtype in DTYPES,
-            f"dtype {self.dtype!r}",
-            "the type must be known",
-            f"use one of {', '.join(DTYPES)}",
-        )
+        require_known("overlap", self.overlap, OVERLAP)
+        require_known("dtype", self.dtype, DTYPES)
         for name in ("tp", "max_running_requests", "page_size", "chunked_prefill_size"):
             value = getattr(self, name)
             require(value >= 1, f"{name}={value}", "must be at least 1", f"give {name} >= 1")
