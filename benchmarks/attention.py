@@ -16,7 +16,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,13 @@ MODELS = {
     "8B": Model(heads=32, shape=AttentionShape.heads(1, 8, 128), rope_dim=128),
     "V2-Lite": Model(
         heads=16,
+        shape=AttentionShape(
+            num_layers=1, num_kv_heads=1, key_dim=576, value_dim=512, scale=0.1, latent=True
+        ),
+        rope_dim=64,
+    ),
+    "V3": Model(
+        heads=128,
         shape=AttentionShape(
             num_layers=1, num_kv_heads=1, key_dim=576, value_dim=512, scale=0.1, latent=True
         ),
@@ -205,14 +212,16 @@ class Work:
     """Of the engine's plan."""
 
 
-def standard(names: list[str]) -> Iterator[Work]:
+def standard(
+    names: list[str], batches: Sequence[int] = BATCHES, chains_only: bool = False
+) -> Iterator[Work]:
     """Decode and verify over contexts and batches, then trees and prefill."""
     for name in names:
-        for requests in BATCHES:
+        for requests in batches:
             for context in CONTEXTS:
                 for num_new in NODES:
                     yield Work(model=name, requests=requests, context=context, num_new=num_new)
-                if context > 8192 or requests > 1:
+                if context > 8192 or requests > 1 or chains_only:
                     continue
                 for tree in (MASKED, RANKS):
                     yield Work(model=name, requests=1, context=context, num_new=16, tree=tree)
@@ -313,11 +322,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["8B", "V2-Lite"])
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--chains", action="store_true", help="decode and verify alone")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--compile", type=int, help="compile this job's share and stop")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    all_work = list((sweep if options.sweep else standard)(options.models))
+    usual = standard(options.models, options.batches, options.chains)
+    all_work = list(sweep(options.models) if options.sweep else usual)
     console = Console(width=130)
     if options.compile is None:
         command = [sys.executable, __file__, *sys.argv[1:], "--compile"]
@@ -327,7 +339,8 @@ def main() -> None:
     workspace = Workspace.of(2**27, torch.device("cuda"))
     with torch.inference_mode():
         if options.compile is not None:
-            compile_all(all_work[options.compile :: options.jobs], workspace)
+            alike = dict.fromkeys(replace(work, context=WARM_CONTEXT) for work in all_work)
+            compile_all(list(alike)[options.compile :: options.jobs], workspace)
             return
         rows = list(take(all_work, workspace, console))
     columns = ("model", "batch", "context", "N", "tail", "us", "GB/s", "TFLOP/s", "ratio", "plan")

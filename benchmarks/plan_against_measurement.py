@@ -22,21 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import SPECS, replay_ms, running, step_ms
+from gpu_parts.builds import SPECS
+from gpu_parts.timing import running, step_ms, verify_ms
 from rich.console import Console
 from rich.table import Table
 
-from eyas.batch import PassShape
 from eyas.config import EngineConfig, SpeculationConfig
 from eyas.cost import target_pass
-from eyas.engine import cycle as cycles
 from eyas.engine.engine import LLM, Engine
 from eyas.estimate import Scenario, estimate, predict
 from eyas.fingerprint import fingerprint
 from eyas.operations import Work
 from eyas.report.options import PlanConfig
 from eyas.report.scenarios import scenario_of
-from eyas.speculate.tree import chain_draft
 
 STEP = re.compile(
     r"(?P<shape>\S+) (?P<run>decode|K=\d+|tree [\d-]+) B=(?P<batch>\d+)( C=(?P<context>\d+))?"
@@ -86,39 +84,12 @@ def _measured(
     engine: Engine, shape: str, run: str, batch: int, context: int
 ) -> Iterator[dict[str, Any]]:
     where = f"B={batch} C={context}"
-    with running(engine, batch, context):
+    with running(engine, batch, context) as requests:
         yield {"name": f"{shape} {run} {where}", "value": step_ms(engine, STEPS), "unit": "ms"}
         if run == "decode":
             for nodes in NODES:
-                value = verify_ms(engine, nodes, batch)
+                value = verify_ms(engine, [r.slot for r in requests], nodes)
                 yield {"name": f"{shape} verify({nodes}) {where}", "value": value, "unit": "ms"}
-
-
-def verify_ms(engine: Engine, nodes: int, batch: int) -> float:
-    """One verify pass of `batch` running requests over random tokens, logits included, in a graph.
-
-    Equal tokens would go to the same experts.
-    """
-    parts = engine.runner.parts
-    slots = torch.arange(batch, device=engine.runner.device)
-    shape = PassShape(
-        num_requests=batch,
-        num_new=nodes,
-        max_kv_len=engine.config.context_length,
-        sampled=False,
-        filtered=False,
-    )
-    context = cycles._context(parts, slots, shape)
-    vocab = parts.target.config.vocab_size
-    drafts = torch.randint(vocab, (batch, nodes - 1), device=slots.device)
-    draft = chain_draft(context.roots, drafts)
-    graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode():
-        cycles._verify(parts, context, draft)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            cycles._verify(parts, context, draft)
-    return replay_ms(graph)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,339 @@
+"""The GPU benchmark without a GPU: its rows and goals, its time, its record, and what it counts."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import eyas.checkpoint
+from eyas.cost import touched
+from eyas.models.families import model_config
+from tests.helpers import tiny_experts, tiny_target
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+TINY_LATENT = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+"""Instead of the large numbers of DeepSeek-V2-Lite."""
+SHAPES = ("llama-3.1-8b", "smollm2-135m", "deepseek-v2-lite")
+
+
+def part(name: str) -> Any:
+    """A module of the benchmark."""
+    return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_path() -> Iterator[None]:
+    """The scripts' folder, as when one of them is run."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tiny networks under the names of the real shapes, and few steps."""
+    real = json.loads((eyas.checkpoint.SHAPES / SHAPES[2] / "config.json").read_text())
+    for shape, config in zip(SHAPES, (LLAMA, LLAMA, real | TINY_LATENT), strict=True):
+        (tmp_path / shape).mkdir()
+        (tmp_path / shape / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(eyas.checkpoint, "SHAPES", tmp_path)
+    for module, name, value in (
+        ("gpu_parts.timing", "PROMPT", 8),
+        ("gpu_parts.timing", "SETTLING", 1),
+        ("gpu_parts.cycles", "STEPS", 2),
+        ("gpu_parts.cycles", "BATCH_STEPS", 2),
+        ("gpu_parts.cycles", "SIZES", (1, 8, 40)),
+        ("gpu_parts.host", "STEPS", 3),
+    ):
+        monkeypatch.setattr(part(module), name, value)
+    return tmp_path
+
+
+def record(seconds: float = 100.0, **rest: Any) -> Any:
+    module = part("gpu_parts.record")
+    return module.Record(module.Clock.of(seconds), Console(quiet=True), **rest)
+
+
+def test_rows_are_held_against_their_goals() -> None:
+    """Fault: a goal that is met from the wrong side, or a figure without one that fails."""
+    goals: ModuleType = part("gpu_parts.goals")
+    below, above = (goals.row("llama-3.1-8b decode B=1", value) for value in (4.29, 4.31))
+    assert (below.goal, below.floor, below.peer) == (4.30, 3.42, 4.78)
+    assert below.holds is True
+    assert above.holds is False
+    assert goals.row("llama-3.1-8b decode B=64", 9.0).holds is None
+    for name in ("x K=3 B=1 host gap", "attention 8B N=4 B=1 C=1024 / N=1", "x eager cycles"):
+        assert goals.goal_of(name).goal is not None, name
+    assert goals.goal_of("attention 8B N=4 B=1 C=1024").goal is None
+    assert goals.goal_of("a b host gap of c").goal is None
+
+
+def test_nothing_starts_that_would_not_end_in_time() -> None:
+    """Fault: a machine taken away in the middle of a part; a part left out in silence."""
+    module, goals = part("gpu_parts.record"), part("gpu_parts.goals")
+    now = [5.0]
+    clock = module.Clock.of(100.0, lambda: now[0])
+    found = module.Record(clock, Console(quiet=True))
+
+    def take(_: Any) -> Iterator[Any]:
+        now[0] += 40
+        yield goals.row("a figure", 1.0)
+
+    units = [
+        module.Unit(name=n, seconds=s, take=take)
+        for n, s in zip("abcd", (50, 90, 50, 20), strict=True)
+    ]
+    found.run(units)
+    assert list(found.seconds) == ["a", "c", "d"]
+    assert list(found.skipped) == ["b"]
+    assert found.as_dict()["complete"] is False
+
+
+def test_a_cut_run_leaves_what_it_found(tmp_path: Path) -> None:
+    """Fault: rows lost with the run; a failing part that takes the others along."""
+    module, goals = part("gpu_parts.record"), part("gpu_parts.goals")
+    file = tmp_path / "gpu.json"
+    found = record(file=file, about={"provenance": {"here": 1}})
+    found.details["kernels of a"] = "a table"
+
+    def good(_: Any) -> Iterator[Any]:
+        yield goals.row("llama-3.1-8b decode B=1", 4.0)
+        assert json.loads(file.read_text())["rows"], "written behind every figure"
+        yield goals.row("another", 2.0, "x")
+
+    def bad(_: Any) -> Iterator[Any]:
+        yield goals.row("before the error", 1.0)
+        raise RuntimeError("out of memory")
+
+    def cut(_: Any) -> Iterator[Any]:
+        raise KeyboardInterrupt
+        yield
+
+    takes = {"bad": bad, "good": good, "cut": cut, "never": good}
+    with pytest.raises(KeyboardInterrupt):
+        found.run([module.Unit(name=n, seconds=1, take=t) for n, t in takes.items()])
+    left = json.loads(file.read_text())
+    assert (left["schema"], left["version"]) == ("eyas.gpu", 1)
+    assert [r["name"] for r in left["rows"]] == [
+        "before the error",
+        "llama-3.1-8b decode B=1",
+        "another",
+    ]
+    keys = {"name", "value", "unit", "goal", "floor", "peer", "holds"}
+    assert all(set(r) == keys for r in left["rows"])
+    assert left["rows"][1]["holds"] is True
+    assert "out of memory" in left["failed"]["bad"]
+    assert left["waiting"] == ["cut", "never"]
+    assert left["complete"] is False
+    assert left["provenance"] == {"here": 1}
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_rows_of_cycles_bear_the_names_of_goals(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: a goal that no row is held against, since a name changed on one side."""
+    start = part("gpu_parts.start")
+    monkeypatch.setattr(start, "probe", lambda *_: {"start to first token": 1.0, "import": 0.5})
+    file, names = tiny / "gpu.json", set()
+    runs = ["decode", "K=3", "K=7", "tree 5-4-16"]
+    parts = ["cycles", "waits", "host", "batches", "capture", "start", "attention"]
+    for flags in (
+        ["--shapes", SHAPES[0], "--runs", *runs, "--parts", *parts],
+        ["--shapes", *SHAPES[1:], "--runs", *runs[:2], "--parts", "cycles"],
+    ):
+        found = part("gpu").main(["--device", "cpu", "--json", str(file), *flags])
+        assert not found.failed, found.failed
+        assert len({row.name for row in found.rows}) == len(found.rows), "two rows of one name"
+        names |= {row.name for row in found.rows}
+        written = json.loads(file.read_text())
+        assert written["flags"]["runs"] == flags[flags.index("--runs") + 1 : flags.index("--parts")]
+        assert written["provenance"]["versions"]["torch"]
+        assert set(written["skipped"]) == {"verify attention"} & set(written["seconds"])
+    assert set(part("gpu_parts.goals").GOALS) <= names
+    assert "llama-3.1-8b K=3 B=32 host: plan" in names
+    assert "llama-3.1-8b decode B=41, 40 captured / B=40" in names
+
+
+def test_requests_that_end_while_timed_are_an_error(tiny: Path) -> None:
+    """Fault: steps of an engine that has nothing left to do, timed as decoding."""
+    builds = part("gpu_parts.builds").Builds("cpu")
+    engine = builds.engine(SHAPES[0], "decode", builds.config(1, context_length=40))
+    timing = part("gpu_parts.timing")
+    with pytest.raises(RuntimeError, match="raise the context"), timing.running(engine, 1, 8):
+        timing.step_ms(engine, 20)
+    with timing.running(engine, 1, 8) as requests:
+        assert requests[0].output
+    assert not engine.scheduler.has_work
+
+
+def test_engines_are_shared_until_another_shape_is_asked_for(tiny: Path) -> None:
+    """Fault: a network built for every part, or two shapes' weights on one GPU."""
+    builds = part("gpu_parts.builds").Builds("cpu")
+    config = builds.config(1)
+    first = builds.engine(SHAPES[0], "decode", config)
+    assert builds.engine(SHAPES[0], "decode", config) is first
+    other = builds.engine(SHAPES[0], "K=3", config)
+    assert other.runner.parts.target is first.runner.parts.target
+    second = builds.engine(SHAPES[1], "decode", config)
+    assert second.runner.parts.target is not first.runner.parts.target
+    assert builds.engine(SHAPES[0], "decode", config) is not first
+
+
+def test_touched_experts_are_counted() -> None:
+    """Fault: experts counted once a row, or those of another layer."""
+    cycles = part("gpu_parts.cycles")
+    target = tiny_target(moe=tiny_experts())
+    sparse: list[Any] = [
+        block.mlp.router for block in target.blocks if hasattr(block.mlp, "router")
+    ]
+    assert len(sparse) == 3
+    rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+
+    def run() -> None:
+        for router in sparse:
+            router(rows)
+
+    apart = [len(set(router(rows)[0].flatten().tolist())) for router in sparse]
+    assert cycles.touched_experts(target, run) == pytest.approx(sum(apart) / 3)
+    assert min(apart) > 3
+    rows = rows[:1].expand(6, -1)
+    assert cycles.touched_experts(target, run) == 3
+    assert not sparse[0]._forward_hooks
+
+
+def test_bytes_of_a_pass_follow_the_experts() -> None:
+    """Fault: a ratio of bytes that takes routing for even, or counts the dense layers' weights."""
+    cycles, goals = part("gpu_parts.cycles"), part("gpu_parts.goals")
+    file = eyas.checkpoint.SHAPES / "deepseek-v2-lite" / "config.json"
+    config = model_config(json.loads(file.read_text()))
+    one = 3 * config.hidden_size * config.moe.intermediate_size * 2  # type: ignore[union-attr]
+    few, many = (cycles.pass_bytes(config, 4, 512, n) for n in (6, 20))
+    assert many - few == pytest.approx(26 * 14 * one)
+    even = cycles.pass_bytes(config, 4, 512)
+    assert even == pytest.approx(cycles.pass_bytes(config, 4, 512, touched(config.moe, 4)))  # type: ignore[arg-type]
+    plain = cycles.pass_bytes(config, 1, 512)
+    assert 4.7e9 < plain < 5.1e9
+    floor = goals.GOALS["deepseek-v2-lite decode B=1"].floor
+    assert plain / goals.READ_BANDWIDTH * 1e3 == pytest.approx(floor, rel=0.05)
+
+
+def test_a_profile_is_sorted_by_where_things_ran() -> None:
+    """Fault: calls on the host taken for kernels; copies to the device for copies to the host."""
+    timing, host = part("gpu_parts.timing"), part("gpu_parts.host")
+    events = [
+        ("DeviceType.CUDA", "Memcpy DtoH (Device -> Pinned)", 1.0),
+        ("DeviceType.CUDA", "Memcpy HtoD (Pinned -> Device)", 1.0),
+        ("DeviceType.CUDA", "norm", 2.0),
+        ("DeviceType.CUDA", "norm", 4.0),
+        ("DeviceType.CPU", "cudaGraphLaunch", 9.0),
+        ("DeviceType.CPU", "cudaLaunchKernel", 9.0),
+        ("DeviceType.CPU", "cuLaunchKernelEx", 9.0),
+        ("DeviceType.CPU", "aten::add", 9.0),
+    ]
+    seen = timing.sort_events(iter(events))
+    assert seen.launches() == 4
+    assert seen.named(timing.TO_HOST) == [1.0]
+    assert seen.called(host.LAUNCH) == 2
+    assert seen.called(host.REPLAY) == 1
+    assert seen.table().splitlines()[0].split() == ["6.0", "us", "2", "x", "3.00", "norm"]
+
+
+def test_watched_calls_are_themselves_again() -> None:
+    """Fault: an engine that stays slower, or a class that loses its method."""
+    host = part("gpu_parts.host")
+
+    class Thing:
+        def work(self, x: int) -> int:
+            return x + 1
+
+    thing, spent = Thing(), {"here": 0.0, "there": 0.0}
+    original = Thing.work
+    with host.watched(thing, "work", "here", spent), host.watched(Thing, "work", "there", spent):
+        assert thing.work(1) == 2
+        assert Thing().work(2) == 3
+    assert spent["here"] > 0
+    assert spent["there"] > 0
+    assert Thing.work is original
+    assert "work" not in vars(thing)
+
+
+def test_attention_is_held_over_one_row() -> None:
+    """Fault: a ratio over another context, or over a figure that failed."""
+    module, found = part("gpu_parts.attention_part"), record()
+    taken = [
+        {"model": "8B", "nodes": n, "context": c, "us": us}
+        for n, c, us in ((1, 1024, 10.0), (4, 1024, 11.0), (4, 8192, 30.0))
+    ]
+    for one in taken:
+        for row in module.attention_rows(one, found):
+            found.add(row)
+    ratios = [r for r in found.rows if r.unit == "x"]
+    assert [(r.name, r.value) for r in ratios] == [("attention 8B N=4 B=1 C=1024 / N=1", 1.1)]
+    assert ratios[0].holds is True
+
+
+def test_real_weights_lose_nothing_with_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: speculation that changes the text, or figures of one engine told as another's."""
+    real, builds = part("gpu_parts.real"), part("gpu_parts.builds").Builds("cpu")
+    every = real.prompts()
+    assert len(every) == 12
+    monkeypatch.setattr(real, "prompts", lambda: every[:1])
+    found = record()
+    for row in real.real("small-deepseek", 12, builds, found):
+        found.add(row)
+    values = {r.name: r.value for r in found.rows}
+    assert values["small-deepseek real K=3, texts that differ from plain"] == 0
+    assert 1 <= values["small-deepseek real K=3, accept length"] <= 4
+    assert abs(values["small-deepseek real 8-bit drafter, accept length lost"]) < 50
+    assert values["small-deepseek real K=3 over decode"] > 0
+    list(real.real("no such model", 12, builds, found))
+    assert list(found.skipped) == ["no such model with real weights"]
+
+
+def test_a_process_tells_its_start(tiny: Path) -> None:
+    """Fault: a probe that does not run, or whose parts do not add up."""
+    found = part("gpu_parts.start").probe(str(tiny / SHAPES[0]), "cpu")
+    whole = found.pop("start to first token")
+    assert whole == pytest.approx(sum(found.values()))
+    assert set(found) == {"import", "build", "capture", "first prefill"}
+    assert all(seconds >= 0 for seconds in found.values())
