@@ -246,11 +246,13 @@ def test_bytes_of_a_pass_follow_the_experts() -> None:
     cycles, goals = part("gpu_parts.cycles"), part("gpu_parts.goals")
     file = eyas.checkpoint.SHAPES / "deepseek-v2-lite" / "config.json"
     config = model_config(json.loads(file.read_text()))
-    one = 3 * config.hidden_size * config.moe.intermediate_size * 2  # type: ignore[union-attr]
+    moe = config.moe
+    assert moe is not None
+    one = 3 * config.hidden_size * moe.intermediate_size * 2
     few, many = (cycles.pass_bytes(config, 4, 512, n) for n in (6, 20))
     assert many - few == pytest.approx(26 * 14 * one)
     even = cycles.pass_bytes(config, 4, 512)
-    assert even == pytest.approx(cycles.pass_bytes(config, 4, 512, touched(config.moe, 4)))  # type: ignore[arg-type]
+    assert even == pytest.approx(cycles.pass_bytes(config, 4, 512, touched(moe, 4)))
     plain = cycles.pass_bytes(config, 1, 512)
     assert 4.7e9 < plain < 5.1e9
     floor = goals.GOALS["deepseek-v2-lite decode B=1"].floor
