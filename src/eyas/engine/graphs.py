@@ -22,7 +22,7 @@ from rich.progress import Progress
 from eyas.batch import PassShape
 from eyas.config import EngineConfig, SpeculationConfig
 from eyas.engine.cycle import Parts, cycle
-from eyas.spans import NoSpans
+from eyas.spans import GraphClock, NoSpans, Spans
 
 
 class Reason(enum.Enum):
@@ -73,6 +73,9 @@ class CycleGraphs:
         self.capture_seconds = 0.0
         self.capture_bytes = 0
         self._graphs: dict[GraphKey, CycleGraph] = {}
+        self._twins: dict[tuple[GraphKey, int], CycleGraph] = {}
+        self._clock: GraphClock | None = None
+        self._turn = 0
         self._buckets = buckets(config)
         self._memory: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -108,6 +111,28 @@ class CycleGraphs:
     def clear(self) -> None:
         """Free all graphs; a communicator whose collectives they hold waits for that at its end."""
         self._graphs.clear()
+        self.drop_twins()
+
+    def twin(self, key: GraphKey, clock: GraphClock) -> CycleGraph:
+        """The twin of a graph whose turn it is, about to be replayed, with the marks of `clock`.
+
+        Twins are captured at their first use; another clock gets new ones.
+        """
+        if clock is not self._clock:
+            self.drop_twins()
+            self._clock = clock
+        self._turn = (self._turn + 1) % GraphClock.TURNS
+        name = key, self._turn
+        if name not in self._twins:
+            with clock.capturing(name):
+                self._twins[name] = self._capture(key, clock)
+        clock.replayed(name)
+        return self._twins[name]
+
+    def drop_twins(self) -> None:
+        """Free the graphs that hold marks."""
+        self._twins.clear()
+        self._clock = None
 
     def get(self, key: GraphKey) -> CycleGraph:
         """The graph of `key`; captured now if this is its first use (filtered sampling)."""
@@ -119,17 +144,9 @@ class CycleGraphs:
         return self._graphs[key]
 
     @torch.inference_mode()
-    def _capture(self, key: GraphKey) -> CycleGraph:
+    def _capture(self, key: GraphKey, spans: Spans | None = None) -> CycleGraph:
         """Run the cycle on dummy slots once, for kernels to compile, then capture it."""
-        dummy = self.parts.state.dummy_slot
-        slots = torch.full((key.num_requests,), dummy, dtype=torch.int64, device=self.device)
-        shape = PassShape(
-            num_requests=key.num_requests,
-            num_new=self.speculation.num_nodes,
-            max_kv_len=self.config.context_length + self.speculation.scratch,
-            sampled=key.sampled,
-            filtered=key.filtered,
-        )
+        slots, shape = self._stand_ins(key)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         stream = self._stream
@@ -141,10 +158,30 @@ class CycleGraphs:
             if self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle()
             with torch.cuda.graph(graph, pool=self._memory, stream=stream):
-                out = self._cycle(slots, shape)
+                out = self._cycle(slots, shape, spans)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return CycleGraph(graph, slots, out)
 
-    def _cycle(self, slots: torch.Tensor, shape: PassShape) -> torch.Tensor:
+    @torch.inference_mode()
+    def rehearse(self, key: GraphKey, spans: Spans) -> None:
+        """Run eagerly what the graph of `key` holds, on the dummy slot: no request changes."""
+        self._cycle(*self._stand_ins(key), spans)
+
+    def _stand_ins(self, key: GraphKey) -> tuple[torch.Tensor, PassShape]:
+        """Dummy slots and the shape of a graph's cycle."""
+        dummy = self.parts.state.dummy_slot
+        slots = torch.full((key.num_requests,), dummy, dtype=torch.int64, device=self.device)
+        shape = PassShape(
+            num_requests=key.num_requests,
+            num_new=self.speculation.num_nodes,
+            max_kv_len=self.config.context_length + self.speculation.scratch,
+            sampled=key.sampled,
+            filtered=key.filtered,
+        )
+        return slots, shape
+
+    def _cycle(
+        self, slots: torch.Tensor, shape: PassShape, spans: Spans | None = None
+    ) -> torch.Tensor:
         self.parts.state.rest_dummy()
-        return cycle(self.parts, slots, shape, NoSpans())
+        return cycle(self.parts, slots, shape, spans or NoSpans())

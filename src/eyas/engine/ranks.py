@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -29,10 +29,12 @@ from eyas.distributed.fingerprints import Mismatch, RankPrint, mismatches, rank_
 from eyas.distributed.launch import gather, join, spawn, torchrun_seat
 from eyas.distributed.rank_group import RankGroup, Seat
 from eyas.engine.networks import Networks, Source
+from eyas.engine.graphs import GraphKey
 from eyas.engine.runner import Runner, Underway
+from eyas.engine.watching import RankNotes, RankWatch
 from eyas.errors import ConfigError, EyasError, RankError
 from eyas.models.registry import resolve_device
-from eyas.spans import NoSpans
+from eyas.spans import GraphClock, NoSpans, Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,37 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a plan with runner `key`; `staged`: as a run whose stages are timed."""
+    """Run a plan with runner `key`; `staged`, `marked`: as a run whose stages are timed.
+
+    `marked` is one under a `GraphClock`.
+    """
 
     key: int
     plan: StepPlan
     staged: bool
+    marked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearse:
+    """Run eagerly what the graph of `graph` holds."""
+
+    key: int
+    graph: GraphKey
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Note what steps of runner `key` take."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unwatch:
+    """Answer with what was noted; traces go to `folder`."""
+
+    folder: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +114,8 @@ class Follower:
         networks: Networks | None = None
         group: RankGroup | None = None
         runners: dict[int, Runner] = {}
+        watch: RankWatch | None = None
+        clock = GraphClock()
         while (order := wire.listen()) is not None:
             match order:
                 case Load():
@@ -98,7 +128,19 @@ class Follower:
                 case Run():
                     runner = runners[order.key]
                     runner.spans = Unread() if order.staged else NoSpans()
-                    runner.launch(order.plan)
+                    runner.spans = clock if order.marked else runner.spans
+                    with nullcontext() if watch is None else watch.step():
+                        runner.launch(order.plan)
+                case Rehearse():
+                    runners[order.key].graphs.rehearse(order.graph, NoSpans())
+                case Watch():
+                    assert group is not None, "a runner is watched after loading"
+                    watch = RankWatch(group, device)
+                    watch.start()
+                case Unwatch():
+                    assert watch is not None, "what ends has begun"
+                    wire.answer(watch.stop(order.folder))
+                    watch, clock = None, GraphClock()
                 case Drop():
                     runners.pop(order.key, None)
         for runner in runners.values():
@@ -267,9 +309,27 @@ class RankedRunner(Runner):
 
     def launch(self, plan: StepPlan) -> Underway:
         """Start one step on all ranks."""
-        staged = not isinstance(self.spans, NoSpans)
-        self._ranks.tell(Run(self._key, plan, staged))
+        marked = isinstance(self.spans, GraphClock)
+        staged = not isinstance(self.spans, NoSpans | GraphClock)
+        self._ranks.tell(Run(self._key, plan, staged, marked))
         return super().launch(plan)
+
+    def rehearse(self, graph: GraphKey, spans: Spans) -> None:
+        """See `Runner.rehearse`; on all ranks."""
+        with self._ranks.together():
+            self._ranks.tell(Rehearse(self._key, graph))
+            super().rehearse(graph, spans)
+
+    def watch(self) -> None:
+        """See `Runner.watch`; on all ranks."""
+        with self._ranks.together():
+            self._ranks.tell(Watch(self._key))
+
+    def unwatch(self, folder: str) -> list[RankNotes]:
+        """See `Runner.unwatch`; of the other ranks in order."""
+        with self._ranks.together():
+            self._ranks.tell(Unwatch(folder))
+            return list(self._ranks.hear())
 
 
 def _free_graphs(runners: Iterable[RankedRunner]) -> None:

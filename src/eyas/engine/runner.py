@@ -14,10 +14,11 @@ from eyas.engine.cycle import Parts, cycle, prefill
 from eyas.engine.drafters import Network, make_drafter
 from eyas.engine.graphs import CycleGraphs, GraphKey, Reason
 from eyas.engine.state import DeviceState, upload
+from eyas.engine.watching import RankNotes
 from eyas.kv.pool import KVPool
 from eyas.model_config import AttentionShape
 from eyas.models.decoder import Decoder
-from eyas.spans import NoSpans, Spans
+from eyas.spans import GraphClock, NoSpans, Spans
 from eyas.speculate.drafter import Drafter
 from eyas.speculate.simulate import rates_for
 
@@ -66,6 +67,17 @@ class Runner:
         """Capture what can be captured before the first request."""
         self.graphs.capture_all(progress)
 
+    def rehearse(self, graph: GraphKey, spans: Spans) -> None:
+        """Run eagerly what a graph holds, on the dummy slot: no request changes."""
+        self.graphs.rehearse(graph, spans)
+
+    def watch(self) -> None:
+        """Have the other ranks note what their steps take."""
+
+    def unwatch(self, folder: str) -> list[RankNotes]:
+        """What the other ranks noted; their traces are written to `folder`."""
+        return []
+
     def step(self) -> AbstractContextManager[None]:
         """Around a step and the commit of what it brought."""
         return nullcontext()
@@ -86,15 +98,17 @@ class Runner:
 
     def _cycle(self, plan: StepPlan, shape: PassShape) -> torch.Tensor:
         """int64[>= B, depth + 2]: what `cycle` gives; the first B rows are the plan's."""
-        staged = not isinstance(self.spans, NoSpans)
+        staged = not isinstance(self.spans, NoSpans | GraphClock)
         key = Reason.STAGED if staged else self.graphs.decide(shape)
         self.graphs.counts[key] += 1
         if isinstance(key, Reason):
             return cycle(self.parts, upload(plan.slots, self.device), shape, self.spans)
-        graph = self.graphs.get(key)
+        timed = isinstance(self.spans, GraphClock)
+        graph = self.graphs.twin(key, self.spans) if timed else self.graphs.get(key)
         padding = (self.parts.state.dummy_slot,) * (key.num_requests - len(plan.slots))
-        if self._loaded.get(key) != plan.slots:
+        if timed or self._loaded.get(key) != plan.slots:
             graph.slots.copy_(upload(plan.slots + padding, self.device), non_blocking=True)
+        if not timed:
             self._loaded[key] = plan.slots
         graph.graph.replay()
         return graph.out
