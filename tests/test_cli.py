@@ -44,6 +44,8 @@ OPTIONS = {
     "chat": f"{MODEL} {ENGINE} {SPECULATION} {SAMPLING} --system",
     "bench": f"{MODEL} {ENGINE} {SPECULATION} {SAMPLING} --batch-size --compare-noise --html "
     "--json --num-prompts --prompts --raw --rounds --stage-prompts",
+    "explain": f"--debug --drafter --help {DRAFTER} {ENGINE} {SPECULATION} {SAMPLING} --batch-size "
+    "--by-batch --cycles --html --json --lesson --num-prompts --profile --prompts --raw model",
     "trace": "--accept-length --debug --help --html --json files",
     "diff": "--debug --help --html --json a b",
     "calibrate": "--debug --device --dtype --help --json --name --seconds --tp",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -20,7 +19,8 @@ from rich.console import Console
 from eyas.config import DrafterOptions, EngineConfig, SamplingParams, SpeculationConfig, require
 from eyas.errors import EyasError, RequestError
 from eyas.flags import FlagGroup, with_configs
-from eyas.report.options import BenchConfig, CalibrateConfig, PlanConfig
+from eyas.report.options import BenchConfig, CalibrateConfig, ExplainConfig, PlanConfig
+from eyas.report.records import require_writable
 from eyas.train.settings import TrainConfig
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ Drafter = Annotated[
     typer.Option(
         help="EAGLE-3 drafter or small model that drafts; auto: the one shipped for the model; none"
     ),
+]
+Target = Annotated[
+    str, typer.Argument(help="smollm2, a checkpoint folder, a .gguf file or a hub repository")
 ]
 PlanModel = Annotated[
     str, typer.Argument(help="checkpoint folder, hub repository, or shape:NAME; only its config")
@@ -85,6 +88,7 @@ SPECULATION = FlagGroup(
 DRAFTER = FlagGroup(config=DrafterOptions, prefix="drafter_", panel="Drafter")
 SAMPLING = FlagGroup(config=SamplingParams, panel="Sampling")
 BENCH = FlagGroup(config=BenchConfig, panel="Bench")
+EXPLAIN = FlagGroup(config=ExplainConfig, panel="Explain")
 PLAN = FlagGroup(config=PlanConfig, panel="Plan")
 CALIBRATE = FlagGroup(config=CalibrateConfig, panel="Calibrate")
 TRAIN = FlagGroup(config=TrainConfig, panel="Training")
@@ -225,7 +229,7 @@ def bench(
     from eyas.report.table import show
 
     texts = select(bench_config)
-    _check_writable(json_file, html_file)
+    require_writable(json_file, html_file)
     if engine.max_running_requests < bench_config.batch_size:
         engine = dataclasses.replace(engine, max_running_requests=bench_config.batch_size)
     engines = 2 + bench_config.compare_noise
@@ -241,6 +245,38 @@ def bench(
     typer.echo(json.dumps(record))
 
 
+@command(engine=ENGINE, speculation=SPECULATION, options=DRAFTER, sampling=SAMPLING, config=EXPLAIN)
+def explain(
+    engine: EngineConfig,
+    speculation: SpeculationConfig | None,
+    options: DrafterOptions,
+    sampling: SamplingParams,
+    config: ExplainConfig,
+    model: Target = "smollm2",
+    drafter: Drafter = "auto",
+    json_file: Json = "",
+    html_file: Html = "",
+) -> None:
+    """Run a workload and account for every millisecond of a cycle, and of a plain decode step."""
+    from eyas.report.bench import select
+    from eyas.report.explain import explain as take_apart
+    from eyas.report.explain_table import show
+
+    texts = select(config)
+    require_writable(json_file, html_file)
+    if engine.max_running_requests < config.most_requests:
+        engine = dataclasses.replace(engine, max_running_requests=config.most_requests)
+    llm = _load(model, drafter, engine, speculation, options, engines=2)
+    record = take_apart(llm, texts, config, sampling, Console(stderr=True).is_terminal)
+    record["flags"] |= {
+        "model": model,
+        "drafter": drafter,
+        "drafter_options": dataclasses.asdict(options),
+    }
+    show(Console(highlight=False), record)
+    _write(record, json_file, html_file)
+
+
 @command()
 def trace(
     files: Traces, accept_length: AcceptLength = 0.0, json_file: Json = "", html_file: Html = ""
@@ -249,7 +285,7 @@ def trace(
     from eyas.report.foreign import analyse
     from eyas.report.trace_table import show
 
-    _check_writable(json_file, html_file)
+    require_writable(json_file, html_file)
     known = accept_length == 0 or accept_length >= 1
     rule = "a cycle commits at least one token"
     require(known, f"accept_length={accept_length}", rule, "give 1 or more, or leave it out")
@@ -265,7 +301,7 @@ def diff(a: RunRecord, b: RunRecord, json_file: Json = "", html_file: Html = "")
     from eyas.report.diff_table import show
     from eyas.report.records import kind_of, read_record
 
-    _check_writable(json_file, html_file)
+    require_writable(json_file, html_file)
     first = read_record(a, KINDS)
     record = compare(first, read_record(b, [kind_of(first)]))
     show(Console(highlight=False), record)
@@ -292,7 +328,7 @@ def plan(
     """Predict decode, cycle and tokens per second from configs, and what changes would bring."""
     from eyas.report.planning import planned, taken_apart
 
-    _check_writable(json_file, html_file, config.markdown)
+    require_writable(json_file, html_file, config.markdown)
     console = Console(highlight=False)
     if config.starting_case:
         record = taken_apart(console, config.markdown)
@@ -308,7 +344,7 @@ def calibrate(config: CalibrateConfig, json_file: Json = "") -> None:
     from eyas.report.calibrate import show
     from eyas.report.records import write_record
 
-    _check_writable(json_file)
+    require_writable(json_file)
     profile = measure(config, Console(stderr=True).is_terminal)
     show(Console(highlight=False), profile)
     if json_file:
@@ -392,19 +428,6 @@ def _summary(run: Answering) -> None:
     if lengths:
         parts.append(f"{sum(lengths) / len(lengths):.2f} tokens a cycle")
     Console(stderr=True, highlight=False).print(", ".join(parts), style="dim")
-
-
-def _check_writable(*files: str) -> None:
-    """Raise `ConfigError` now rather than lose a record after a long run; "" is no file."""
-    for file in files:
-        place = Path(file)
-        writable = os.access(place if place.exists() else place.parent, os.W_OK)
-        require(
-            not file or (writable and not place.is_dir()),
-            f"file {file}",
-            "cannot be written",
-            "give a file in a folder that exists and is yours",
-        )
 
 
 def _write(record: dict[str, Any], json_file: str, html_file: str) -> None:

@@ -70,8 +70,8 @@ class GraphClock:
     """Times stages of cycles that run as CUDA graphs: a twin of each graph holds the marks.
 
     A mark inside a capture becomes a node that records an event at every replay; a mark outside
-    records one at once. Twins come in pairs that take turns, so that one's events can be read while
-    the other runs.
+    records one at once, so cycles that run eagerly are timed too. Twins come in pairs that take
+    turns, so that one's events can be read while the other runs.
     """
 
     TURNS = 2
@@ -106,23 +106,31 @@ class GraphClock:
     def take(self) -> list[tuple[str, float]] | None:
         """(stage, ms) of the oldest step that was not taken, from its launch to the next one's.
 
-        None while there is no next one; empty where it was more than a replay, or less. The first
-        stage is the one that was marked before the graph, the last what was marked behind it. Waits
-        for the device to come to the next launch. Must be called before the twin has its turn again.
+        None while there is no next one; empty where it was no cycle, or also a prompt and a graph.
+        The first stage is the one that was marked before the graph, the last what was marked behind
+        it. Waits for the device to come to the next launch. Must be called before the twin has its
+        turn again.
         """
         starts = [i for i, x in enumerate(self._outside) if isinstance(x, Mark) and _is_host(x)]
         if len(starts) < 2:
             return None
         step, self._outside = self._outside[: starts[1]], self._outside[starts[1] :]
+        following = self._outside[0]
+        assert isinstance(following, Mark), "a step begins with a mark"
         match step:
             case [Mark() as first, twin, Mark() as behind] if not isinstance(twin, Mark):
-                inside, following = self._captured[twin], self._outside[0]
+                inside = self._captured[twin]
+                marks = [first, *inside[:-1], Mark(behind.stage, inside[-1].event), following]
             case _:
-                return []
-        assert isinstance(following, Mark), "a step begins with a mark"
-        marks = [first, *inside[:-1], Mark(behind.stage, inside[-1].event), following]
+                marks = [x for x in step if isinstance(x, Mark)] + [following]
+                if len(marks) < len(step) + 1 or not any(m.stage == "verify" for m in marks):
+                    return []
         following.event.synchronize()
         return [(str(m.stage), m.event.elapsed_time(n.event)) for m, n in pairwise(marks)]
+
+    def drop(self) -> None:
+        """Forget all steps that were not taken."""
+        self._outside.clear()
 
 
 def _is_host(mark: Mark) -> bool:

@@ -210,12 +210,12 @@ class LLM:
         """Raises `CapacityError` before anything is loaded that does not fit.
 
         `engines` is how many will share the weights, this one and its siblings: each has its pools.
+        `facts` are then what results depend on: types, short hashes of both checkpoints.
         """
         config = config or EngineConfig()
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        folder = resolve(model)
-        dummy = config.load_format == "dummy"
+        folder, dummy = resolve(model), config.load_format == "dummy"
         speaker = resolve(config.tokenizer) if config.tokenizer else folder
         self.tokenizer = _tokenizer(speaker, dummy)
         algorithm = None if speculation is None else speculation.algorithm
@@ -228,6 +228,7 @@ class LLM:
         if dummy:
             wants = algorithm in (None, "EAGLE3") and bool(drafter)
             source = DummySource(target=folder, with_drafter=wants, dtype=dtype)
+        self.facts = source.facts(device)
         seat = take_part(source, config.tp, config.device) if config.tp > 1 else None
         self.case = plan_case(source, config, speculation, device, engines)
         speculation, config = self.case.speculation, admit(self.case)
@@ -250,7 +251,7 @@ class LLM:
         other = object.__new__(LLM)
         other.tokenizer, other.target = self.tokenizer, self.target
         other.target_config, other.drafter = self.target_config, self.drafter
-        other.ranks, other.case = self.ranks, self.case
+        other.ranks, other.case, other.facts = self.ranks, self.case, self.facts
         other.engine = Engine(
             self.target,
             self.tokenizer,

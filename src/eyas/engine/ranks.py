@@ -28,8 +28,8 @@ from eyas.distributed.control import Failure, Wire
 from eyas.distributed.fingerprints import Mismatch, RankPrint, mismatches, rank_print, record
 from eyas.distributed.launch import gather, join, spawn, torchrun_seat
 from eyas.distributed.rank_group import RankGroup, Seat
-from eyas.engine.networks import Networks, Source
 from eyas.engine.graphs import GraphKey
+from eyas.engine.networks import Networks, Source
 from eyas.engine.runner import Runner, Underway
 from eyas.engine.watching import RankNotes, RankWatch
 from eyas.errors import ConfigError, EyasError, RankError

@@ -103,12 +103,12 @@ class Runner:
         self.graphs.counts[key] += 1
         if isinstance(key, Reason):
             return cycle(self.parts, upload(plan.slots, self.device), shape, self.spans)
-        timed = isinstance(self.spans, GraphClock)
-        graph = self.graphs.twin(key, self.spans) if timed else self.graphs.get(key)
+        clock = self.spans if isinstance(self.spans, GraphClock) else None
+        graph = self.graphs.twin(key, clock) if clock else self.graphs.get(key)
         padding = (self.parts.state.dummy_slot,) * (key.num_requests - len(plan.slots))
-        if timed or self._loaded.get(key) != plan.slots:
+        if clock or self._loaded.get(key) != plan.slots:
             graph.slots.copy_(upload(plan.slots + padding, self.device), non_blocking=True)
-        if not timed:
+        if not clock:
             self._loaded[key] = plan.slots
         graph.graph.replay()
         return graph.out

@@ -74,8 +74,7 @@ class MLA(nn.Module):
         if self.q_up is not None and self.q_norm is not None:
             q, _ = self.q_up.normed(q, self.q_norm.of(None))
         q, k, v = self._absorb(q.unflatten(-1, (self.num_heads, -1)), kept)
-        out = attend(self.layer, q, k, v, rope).unflatten(-1, (self.num_heads, -1))
-        return self.o(head_product(out, self.kv_up[:, mla.nope_dim :].mT).flatten(1))
+        return self.o(self._values(attend(self.layer, q, k, v, rope)))
 
     def _absorb(
         self, q: torch.Tensor, kept: torch.Tensor
@@ -89,6 +88,11 @@ class MLA(nn.Module):
         key = rms_norm_first(kept, self.kv_norm.weight, self.kv_norm.eps)[:, None]
         queries = head_product(plain, self.kv_up[:, : mla.nope_dim], turned)
         return queries, key, key[..., : mla.kv_lora_rank]
+
+    def _values(self, out: torch.Tensor) -> torch.Tensor:
+        """Heads' values [T, H * value_dim] of what attention gave, [T, H * latent]."""
+        heads = out.unflatten(-1, (self.num_heads, -1))
+        return head_product(heads, self.kv_up[:, self.mla.nope_dim :].mT).flatten(1)
 
     def places(self) -> Places:
         """Checkpoint tensor name -> the place of this rank's share; rotary rows half-split."""

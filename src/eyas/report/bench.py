@@ -22,7 +22,7 @@ from eyas.engine.engine import LLM, Engine
 from eyas.fingerprint import fingerprint
 from eyas.report.acceptance import summarise
 from eyas.report.answering import Answering, staged
-from eyas.report.options import BenchConfig
+from eyas.report.options import BenchConfig, ExplainConfig
 from eyas.report.prompts import PROMPTS, load_prompts
 from eyas.report.records import stamped
 
@@ -92,7 +92,7 @@ def bench(
     return stamped("bench", record)
 
 
-def select(config: BenchConfig) -> list[str]:
+def select(config: BenchConfig | ExplainConfig) -> list[str]:
     """The prompts a config names."""
     texts = load_prompts(config.prompts) if config.prompts else [text for _, text in PROMPTS]
     return texts[: config.num_prompts or None]

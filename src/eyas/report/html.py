@@ -31,8 +31,11 @@ def page(record: dict[str, Any]) -> str:
     kind = kind_of(record)
     title = f"eyas {kind}" + (f": {', '.join(record['files'])}" if "files" in record else "")
     body = [tag("header", tag("h1", title), *_top(record)), *sections(record)]
-    for i, run in enumerate(record.get("beside") or []):
-        body.append(tag("h1", f"Beside it: {', '.join(run['files'])}"))
+    beside = [(", ".join(run["files"]), run) for run in record.get("beside") or []]
+    if record.get("decode"):
+        beside.append(("plain decoding", record["decode"]))
+    for i, (name, run) in enumerate(beside):
+        body.append(tag("h1", f"Beside it: {name}"))
         body += _top(run)
         body += [_renamed(section, i) for section in sections(run)]
     body += _provenance(record)

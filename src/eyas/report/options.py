@@ -28,6 +28,36 @@ class BenchConfig(Strict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainConfig(Strict):
+    """What is taken apart, and how much of it."""
+
+    prompts: str = option("", "JSON Lines file of prompts; without it the built-in ones")
+    num_prompts: int = option(4, "prompts taken from the start; 0 takes all")
+    batch_size: int = option(1, "prompts answered together")
+    by_batch: tuple[int, ...] = option((), "more batch sizes that rates are measured for")
+    cycles: int = option(48, "cycles that are watched, and as many that are not")
+    profile: str = option("", "machine floors are of: a preset, or a file; none: this one")
+    lesson: bool = option(False, "show what a host clock that does not wait would have said")
+    raw: bool = option(False, "send prompts as they are, without chat template")
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_prompts", 0), ("batch_size", 1), ("cycles", 4)):
+            value = getattr(self, name)
+            require(value >= least, f"{name}={value}", f"must be at least {least}", "raise it")
+        require(
+            all(size >= 1 for size in self.by_batch),
+            f"by_batch={self.by_batch}",
+            "a batch has a request at least",
+            "give such as 4",
+        )
+
+    @property
+    def most_requests(self) -> int:
+        """Requests that run together at most."""
+        return max(self.batch_size, *self.by_batch, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig(Strict):
     """What is planned: where, over how many ranks, for which requests, in which precision."""
 

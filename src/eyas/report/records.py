@@ -8,10 +8,12 @@ refused, never guessed at.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from eyas.config import require
 from eyas.errors import RecordError
 
 VERSIONS = {"bench": 1, "trace": 1, "explain": 1, "plan": 1, "starting-case": 1, "diff": 1}
@@ -73,3 +75,16 @@ def require_size(file: Path) -> None:
     if size > MOST_BYTES:
         rule = f"has {size / 1e6:.0f} MB, records have at most {MOST_BYTES / 1e6:.0f}"
         raise RecordError(str(file), rule, "give a record; traces go to eyas trace")
+
+
+def require_writable(*files: str) -> None:
+    """Raise `ConfigError` now rather than lose a record after a long run; "" is no file."""
+    for file in files:
+        place = Path(file)
+        writable = os.access(place if place.exists() else place.parent, os.W_OK)
+        require(
+            not file or (writable and not place.is_dir()),
+            f"file {file}",
+            "cannot be written",
+            "give a file in a folder that exists and is yours",
+        )

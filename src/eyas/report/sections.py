@@ -11,6 +11,7 @@ added to `SECTIONS`. The keys, all optional:
 - `spec` with `acceptance_by_position` and `conditional_acceptance`, `histogram`;
 - `rows` of `option`, `decode_ms`, `cycle_ms`, `tok_per_s`, `speedup`, `break_even`;
 - `causes` of `name`, `ms`, `evidence`;
+- `cells`, `by_batch`, `lesson` as `eyas explain` has them;
 - `against_decode`, `idle`, `collectives`, `unknown`, `kernels_by_time` as `eyas trace` has them.
 """
 

@@ -40,16 +40,19 @@ def collectives(
                 tables.append(np.stack(rows))
     if not tables:
         return None
+    return shares(tables, [str(t.rank) for t in traces]) | {"left_out": num_cycles - len(tables)}
+
+
+def shares(tables: Sequence[Floats], ranks: Sequence[str]) -> dict[str, Any]:
+    """The figures of `collectives`, of tables [ranks, collectives] in us, one a cycle."""
     durations = np.concatenate(tables, axis=1)
     transfer = durations.min(axis=0)
     waiting = durations - transfer
     total = 1e3 * len(tables)
     last = Counter(durations.argmin(axis=0).tolist())
-    ranks = [str(t.rank) for t in traces]
     return {
         "aligned": durations.shape[1] / len(tables),
         "cycles": len(tables),
-        "left_out": num_cycles - len(tables),
         "transfer_ms": float(transfer.sum()) / total,
         "waiting_ms": {r: float(w.sum()) / total for r, w in zip(ranks, waiting, strict=True)},
         "last": {r: last.get(i, 0) / durations.shape[1] for i, r in enumerate(ranks)},

@@ -1,0 +1,313 @@
+"""A cycle of a GPU's engine taken apart without disturbing the run that is reported.
+
+Three looks at the same answers, none of which is scaled to fit another:
+
+- cycles that nobody watches, by the host's clock from result to result: what a cycle takes;
+- cycles replayed from twin graphs that hold event nodes at stage boundaries: what each stage takes,
+  and the time around the graph. That costs a few nodes a cycle, and how much is measured;
+- cycles under torch's profiler: for how long each kernel runs. It stretches the gaps between
+  kernels, so gaps are never taken from it: a stage idles for what its kernels leave of its span.
+
+Which stage and component a kernel belongs to is learnt from one eager run of the very function
+that was captured, on the dummy slot, inside named ranges; a replay's kernels come in the same
+order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from eyas.engine.graphs import GraphKey
+from eyas.report.components import (
+    COLLECT,
+    DECODE,
+    DEVICE,
+    HOST,
+    STAGES,
+    VERIFY,
+)
+from eyas.report.explaining.labels import Recorded, by_ranges, labelled, rehearsed
+from eyas.report.explaining.ranges import watched
+from eyas.report.explaining.workload import Step, Workload
+from eyas.report.traces.account import OTHER, account, unknown_kernels
+from eyas.report.traces.collectives import collectives
+from eyas.report.traces.cycles import ALIKE, Cycles
+from eyas.report.traces.places import components
+from eyas.report.traces.reading import read_trace
+from eyas.report.traces.timeline import timeline
+from eyas.report.traces.trace import Ints, Trace
+from eyas.spans import GraphClock, NoSpans
+
+BLOCK, PROFILED, FIRST = 8, 12, 3
+"""Cycles of a kind in turn; cycles under the profiler, and those at its start that are left out."""
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Timed:
+    """Cycles by the three looks."""
+
+    quiet: list[Step] = field(default_factory=list)
+    marked: list[list[tuple[str, float]]] = field(default_factory=list)
+    """(stage, ms) of cycles whose stages were timed."""
+    marked_steps: list[Step] = field(default_factory=list)
+
+
+def take_apart(
+    workload: Workload, count: int, folder: str
+) -> tuple[list[Step], dict[str, Any], dict[tuple[str, str], float]]:
+    """Unwatched cycles, the cycle's parts, and kernels by stage and component."""
+    engine = workload.engine
+    before = Counter(engine.runner.graphs.counts)
+    timed = sample(workload, count)
+    used = engine.runner.graphs.counts - before
+    keys = [key for key in used if isinstance(key, GraphKey)]
+    key = max(keys, key=lambda k: used[k]) if keys else None
+    single = engine.speculation.num_nodes == 1
+    traces, profiled_ms = profiled(workload, key, folder)
+    if key is None:
+        labels, cycles = None, _eager_cycles(traces[0])
+    else:
+        labels, cycles = rehearsed(engine.runner, key, folder), _replays(traces[0])
+    code, stage, told = labelled(traces[0], cycles, labels, single)
+    values = _values(timed, traces[0], code, stage, cycles, single)
+    values |= {
+        "classified_fraction": told,
+        "ranks": _ranks(traces, code, stage, cycles, values),
+        "collectives": _shared(traces),
+        "copies_to_host": values["copies_to_host"],
+    }
+    values["watching"] |= {
+        "profiled_ms": profiled_ms,
+        "profiled_overhead": profiled_ms / values["cycle_ms"] - 1,
+        "labels": "an eager run of what was captured" if labels else "the profiled cycles' ranges",
+    }
+    return timed.quiet, values, _launches(code, stage, cycles)
+
+
+def sample(workload: Workload, count: int) -> Timed:
+    """At least `count` unwatched cycles of the whole group, and as many with marks, in turns."""
+    size = max(len(prompts) for prompts, _ in workload.groups)
+    runner, clock, found = workload.engine.runner, GraphClock(), Timed()
+    _marked(workload, clock, size, Timed())  # twins are captured here
+    while min(len(found.quiet), len(found.marked)) < count:
+        workload.pause()
+        for i in range(BLOCK):
+            step = workload.step()
+            if step is not None and step.requests == size and i:
+                found.quiet.append(step)
+        _marked(workload, clock, size, found)
+    runner.graphs.drop_twins()
+    return found
+
+
+def _marked(workload: Workload, clock: GraphClock, size: int, found: Timed) -> None:
+    """A block of cycles whose stages are timed."""
+    workload.pause()
+    workload.engine.runner.spans = clock
+    whole = False
+    try:
+        for i in range(BLOCK + 1):
+            step = workload.step(watched=True)
+            spans = clock.take()
+            if spans and whole and i > 1:
+                found.marked.append(spans)
+            whole = step is not None and step.requests == size
+            if step is not None and whole and i > 1:
+                found.marked_steps.append(step)
+    finally:
+        workload.engine.runner.spans = NoSpans()
+        clock.drop()
+    workload.pause()
+
+
+def profiled(workload: Workload, key: GraphKey | None, folder: str) -> tuple[list[Trace], float]:
+    """Traces of all ranks over steady cycles, and the median cycle under the profiler.
+
+    Without graphs cycles run inside named ranges.
+    """
+    runner = workload.engine.runner
+    size = max(len(prompts) for prompts, _ in workload.groups)
+    with profile(activities=[ProfilerActivity.CUDA]):  # its first start takes seconds
+        workload.step(watched=True)
+        torch.cuda.synchronize()
+    path = Path(folder) / "rank0.json"
+    activities = [ProfilerActivity.CUDA]
+    if key is None:
+        activities.append(ProfilerActivity.CPU)
+    runner.watch()
+    with profile(activities=activities) as profiler:
+        took = _in_ranges(workload, size) if key is None else _steps(workload, size)
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+    notes = runner.unwatch(folder)
+    workload.pause()
+    files = [path, *(Path(one.trace) for one in notes)]
+    return [trace for file in files for trace in read_trace(file)], median(took)
+
+
+def _steps(workload: Workload, size: int) -> list[float]:
+    """ms of cycles of the whole group, the first ones left out."""
+    workload.pause()
+    took: list[float] = []
+    while len(took) < PROFILED + FIRST:
+        step = workload.step(watched=True)
+        if step is not None and step.requests == size:
+            took.append(step.ms)
+    return took[FIRST:]
+
+
+def _in_ranges(workload: Workload, size: int) -> list[float]:
+    ranges, runner = Recorded(), workload.engine.runner
+    with watched(runner.parts, ranges):
+        runner.spans = ranges
+        try:
+            return _steps(workload, size)
+        finally:
+            ranges.mark(None)
+            runner.spans = NoSpans()
+
+
+def _replays(trace: Trace) -> Cycles:
+    """Cycles from one graph launch to the next; steady are those with as many kernels as most."""
+    work, calls = trace.work, trace.calls
+    inside = np.flatnonzero(work.call >= 0)
+    inside = inside[calls.graph[work.call[inside]]]
+    _, first = np.unique(work.call[inside], return_index=True)
+    return _cut(np.sort(inside[first]), "graph launches")
+
+
+def _eager_cycles(trace: Trace) -> Cycles:
+    """Cycles from the first kernel of drafting to the next."""
+    stage = np.array(by_ranges(trace).stage, dtype=np.int64)
+    is_draft = stage == STAGES.index("draft")
+    starts = np.flatnonzero(is_draft & ~np.concatenate([[False], is_draft[:-1]]))
+    return _cut(starts, "ranges of the host")
+
+
+def _cut(cuts: Ints, found_by: str) -> Cycles:
+    count = np.diff(cuts)
+    usual = np.bincount(count).argmax() if len(count) else 0
+    steady = np.abs(count - usual) <= ALIKE * usual
+    steady[:FIRST] = False
+    return Cycles(found_by=found_by, cuts=cuts, steady=steady, stalls=0)
+
+
+def _values(
+    timed: Timed, trace: Trace, code: Ints, stage: Ints, cycles: Cycles, single: bool
+) -> dict[str, Any]:
+    """The cycle: its time unwatched, stages by marks, kernels by the profiler."""
+    values = account(trace, code, stage, cycles)
+    quiet = middle(timed.quiet, lambda step: step.ms)
+    cycle = sum(step.ms for step in quiet) / len(quiet)
+    stages, spans = values["stages"], _spans(timed.marked, single)
+    for name in spans:
+        empty = {"device_ms": 0.0, "kernels": 0.0, "components": {}}
+        stages[name] = dict(stages.get(name, empty))
+        stages[name]["span_ms"] = spans[name]
+        stages[name]["idle_ms"] = max(0.0, spans[name] - stages[name]["device_ms"])
+    for name in stages.keys() - spans.keys():
+        stages[name] = stages[name] | {"idle_ms": 0.0}
+    around = {"host": COLLECT, "graph launch": HOST}
+    idle = {cause: stages[name]["idle_ms"] for cause, name in around.items() if name in stages}
+    within = sum(stages[n]["idle_ms"] for n in stages if n not in (COLLECT, HOST))
+    idle["inside graphs" if values["graph_launches"] else "launch"] = within
+    idle_ms = sum(idle.values())
+    marked_ms = sum(spans.values())
+    rest = cycle - (values["device_ms"] - values["overlap_ms"] + idle_ms)
+    return values | {
+        "cycle_ms": cycle,
+        "idle_ms": idle_ms,
+        "idle": idle,
+        "busy_ms": values["device_ms"] - values["overlap_ms"],
+        "stages": {n: stages[n] for n in (*STAGES, OTHER) if n in stages},
+        "gaps": _gaps(stages, values["gaps"], bool(values["graph_launches"])),
+        "unexplained_ms": rest,
+        "unexplained_fraction": rest / cycle,
+        "unknown": unknown_kernels(values["kernels_by_time"]),
+        "watching": {
+            "how": "event nodes in a twin graph for stages, the profiler for kernels",
+            "unwatched_ms": cycle,
+            "watched_ms": marked_ms,
+            "overhead": marked_ms / cycle - 1,
+            "unwatched_cycles": len(timed.quiet),
+            "watched_cycles": len(timed.marked),
+            "wall_of_watched_ms": median(s.ms for s in timed.marked_steps),
+        },
+    }
+
+
+def _spans(marked: Sequence[list[tuple[str, float]]], single: bool) -> dict[str, float]:
+    """ms of each stage, mean of the cycles of middling length."""
+    chosen = middle(marked, lambda one: sum(ms for _, ms in one))
+    spans: defaultdict[str, float] = defaultdict(float)
+    for one in chosen:
+        for name, ms in one:
+            spans[DECODE if single and name == VERIFY else name] += ms / len(chosen)
+    return dict(spans)
+
+
+def middle(values: Sequence[T], key: Callable[[T], float]) -> list[T]:
+    """The half of `values` whose keys lie in the middle."""
+    ordered = sorted(values, key=key)
+    cut = len(ordered) // 4
+    return ordered[cut : len(ordered) - cut]
+
+
+def _gaps(
+    stages: dict[str, Any], profiled_gaps: list[dict[str, Any]], graphs: bool
+) -> list[dict[str, Any]]:
+    """Idle stretches: of a graph's cycle by its marks, else as the profiler saw them."""
+    if not graphs:
+        return profiled_gaps
+    found = []
+    for name, one in stages.items():
+        around = {COLLECT: (COLLECT, HOST, "host"), HOST: (HOST, "draft", "graph launch")}
+        before, after, cause = around.get(name, (name, name, "inside graphs"))
+        found.append(
+            {"from": before, "to": after, "cause": cause, "ms": one["idle_ms"], "count": 1.0}
+        )
+    return sorted((g for g in found if g["ms"] > 0), key=lambda g: -g["ms"])
+
+
+def _launches(code: Ints, stage: Ints, cycles: Cycles) -> dict[tuple[str, str], float]:
+    """Kernels a cycle by stage and component."""
+    count, found = int(cycles.steady.sum()), Counter[tuple[str, str]]()
+    for i in np.flatnonzero(cycles.steady):
+        own = slice(int(cycles.cuts[i]), int(cycles.cuts[i + 1]))
+        for s, c in zip(stage[own].tolist(), code[own].tolist(), strict=True):
+            found[STAGES[s] if s >= 0 else OTHER, DEVICE[c]] += 1
+    return {cell: n / count for cell, n in found.items()}
+
+
+def _ranks(
+    traces: Sequence[Trace], code: Ints, stage: Ints, cycles: Cycles, values: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Every rank's cycle; timelines are as profiled."""
+    keys = ("cycle_ms", "device_ms", "idle_ms", "components")
+    own = {"rank": 0, "timeline": timeline(traces[0], code, stage, cycles)}
+    found = [own | {key: values[key] for key in keys}]
+    for rank, trace in enumerate(traces[1:], 1):
+        parts, cuts = components(trace)[0], _replays(trace)
+        if not cuts.steady.any():
+            continue
+        nothing = np.full(len(parts), -1, dtype=np.int64)
+        other = account(trace, parts, nothing, cuts)
+        drawn = timeline(trace, parts, nothing, cuts)
+        found.append({"rank": rank, "timeline": drawn} | {key: other[key] for key in keys})
+    return found
+
+
+def _shared(traces: Sequence[Trace]) -> dict[str, Any] | None:
+    """Transfer and waiting in collectives."""
+    codes = [components(trace)[0] for trace in traces]
+    return collectives(traces, codes, [_replays(trace) for trace in traces])

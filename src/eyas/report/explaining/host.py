@@ -1,0 +1,185 @@
+"""A cycle of a CPU's engine taken apart: watched cycles beside ones that nobody watches.
+
+Watched and unwatched cycles take turns within the same answers. A cycle's cells are means over the
+quieter watched cycles, since other processes only ever add; what it takes is the same mean of the
+unwatched ones, so that the cost of watching shows as what the parts have too much. Nothing is
+scaled. Cycles are taken until both means are known well enough, or for three times as long.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, TypeVar
+
+from eyas.engine.engine import Engine
+from eyas.report.components import DECODE, DEVICE, HOST, IDLE, STAGES, VERIFY
+from eyas.report.explaining.log import Log, Segment, bars, collectives, segments
+from eyas.report.explaining.ranges import watched
+from eyas.report.explaining.workload import Step, Workload
+from eyas.spans import NoSpans
+
+BLOCK = 2
+"""Cycles of a kind before the other kind has its turn."""
+QUIET = 0.05, 0.45
+"""The share of cycles by length that means are over."""
+PRECISE, LONGEST = 0.005, 3
+"""Standard error of a mean that is small enough, as its share; times as many cycles at most."""
+
+
+T = TypeVar("T", Step, "Watched")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A cycle that was watched."""
+
+    ms: float
+    segments: list[Segment]
+    collectives_ms: list[float]
+    launch: int
+    """Which step of the workload it was."""
+
+
+@contextmanager
+def logged(engine: Engine, log: Log) -> Iterator[None]:
+    """Within it, steps of `engine` are noted in `log`."""
+    with watched(engine.runner.parts, log):
+        engine.runner.spans = log
+        try:
+            yield
+        finally:
+            engine.runner.spans = NoSpans()
+
+
+def sample(workload: Workload, count: int) -> tuple[list[Step], list[Watched]]:
+    """At least `count` unwatched cycles of the whole group and as many watched ones, in turns."""
+    plain: list[Step] = []
+    seen: list[Watched] = []
+    size = max(len(prompts) for prompts, _ in workload.groups)
+    while not _enough(plain, seen, count):
+        for _ in range(BLOCK):
+            step = workload.step()
+            if step is not None and step.requests == size:
+                plain.append(step)
+        log = Log()
+        with logged(workload.engine, log):
+            for _ in range(BLOCK):
+                log.mark(None)
+                step = workload.step(watched=True)
+                log.mark(None)
+                events = log.take()
+                if step is None or step.requests != size:
+                    continue
+                found = segments(events)
+                total = found[-1].start + found[-1].length
+                one = Watched(
+                    ms=total / 1e6,
+                    segments=found,
+                    collectives_ms=collectives(events),
+                    launch=workload.launches - 1,
+                )
+                seen.append(one)
+    return plain, seen
+
+
+def _enough(plain: Sequence[Step], seen: Sequence[Watched], count: int) -> bool:
+    fewest = min(len(plain), len(seen))
+    if fewest < count or fewest >= LONGEST * count:
+        return fewest >= count
+    both = [one.ms for one in quieter(plain)], [one.ms for one in quieter(seen)]
+    return all(_error(values) < PRECISE for values in both)
+
+
+def _error(values: Sequence[float]) -> float:
+    """Standard error of the mean, as a share of it."""
+    return stdev(values) / fmean(values) / len(values) ** 0.5
+
+
+def quieter(found: Sequence[T]) -> list[T]:
+    """Cycles of the quieter half, the very quickest left out."""
+    ordered = sorted(found, key=lambda one: one.ms)
+    low, high = (round(share * len(ordered)) for share in QUIET)
+    return ordered[low:high]
+
+
+def account(plain: Sequence[Step], seen: Sequence[Watched], single: bool) -> dict[str, Any]:
+    """The cycle's parts under the keys of `eyas trace`; `single`: verify is a decode step."""
+    chosen, quiet = quieter(seen), quieter(plain)
+    cycle = sum(one.ms for one in quiet) / len(quiet)
+    cells, idle, gaps = _sums(chosen, single)
+    stages: dict[str, Any] = {}
+    for name in STAGES:
+        parts = {part: cells[name, part] for part in DEVICE if cells[name, part] > 0}
+        if parts or idle[name] > 0:
+            device = sum(parts.values())
+            stages[name] = {"device_ms": device, "idle_ms": idle[name], "components": parts}
+    device = sum(one["device_ms"] for one in stages.values())
+    idle_ms = sum(idle.values())
+    components = {
+        part: sum(one["components"].get(part, 0.0) for one in stages.values()) for part in DEVICE
+    }
+    watched_ms = sum(one.ms for one in chosen) / len(chosen)
+    return {
+        "cycle_ms": cycle,
+        "device_ms": device,
+        "busy_ms": device,
+        "overlap_ms": 0.0,
+        "idle_ms": idle_ms,
+        "idle": {"host": idle_ms},
+        "components": {part: ms for part, ms in components.items() if ms > 0},
+        "stages": stages,
+        "gaps": gaps,
+        "unexplained_ms": cycle - device - idle_ms,
+        "unexplained_fraction": (cycle - device - idle_ms) / cycle,
+        "classified_fraction": 1.0,
+        "watching": {
+            "how": "ranges around the engine's own functions, watched and unwatched cycles in turn",
+            "watched_ms": watched_ms,
+            "unwatched_ms": cycle,
+            "overhead": watched_ms / cycle - 1,
+            "watched_cycles": len(seen),
+            "unwatched_cycles": len(plain),
+        },
+        "timeline": _timeline(chosen),
+    }
+
+
+def _sums(
+    chosen: Sequence[Watched], single: bool
+) -> tuple[Counter[tuple[str, str]], Counter[str], list[dict[str, Any]]]:
+    """ms of each (stage, component); idle ms before each stage's work; gaps, longest first."""
+    cells: defaultdict[tuple[str, str], float] = defaultdict(float)
+    idle: defaultdict[str, float] = defaultdict(float)
+    gaps: defaultdict[tuple[str, str], float] = defaultdict(float)
+    number: Counter[tuple[str, str]] = Counter()
+
+    def named(stage: str) -> str:
+        return DECODE if single and stage == VERIFY else stage
+
+    each = 1e6 * len(chosen)
+    for one in chosen:
+        for segment in one.segments:
+            stage, after = named(segment.stage), named(segment.following)
+            if segment.part == IDLE:
+                idle[HOST] += segment.length / each
+                continue
+            cells[stage, segment.part] += (segment.length - segment.waited) / each
+            if segment.waited:
+                idle[after] += segment.waited / each
+                gaps[stage, after] += segment.waited / each
+                number[stage, after] += 1
+    found = [
+        {"from": a, "to": b, "cause": "host", "ms": ms, "count": number[a, b] / len(chosen)}
+        for (a, b), ms in sorted(gaps.items(), key=lambda item: -item[1])
+    ]
+    return Counter(cells), Counter(idle), found
+
+
+def _timeline(chosen: Sequence[Watched]) -> dict[str, Any]:
+    """The cycle of median length as bars."""
+    one = sorted(chosen, key=lambda w: w.ms)[len(chosen) // 2]
+    return {"length_ms": one.ms, "streams": {"0": bars(one.segments)}}
