@@ -34,7 +34,9 @@ from eyas.kernels import (
     lang,
     norm,
     route,
+    router,
     rows,
+    skinny,
     tree,
 )
 from eyas.model_config import MoEConfig
@@ -48,7 +50,12 @@ DENSE = {"llama-3.1-8b": (4096, 14336, 128256), "smollm2-135m": (576, 1536, 4915
 """Hidden size, intermediate size, vocabulary."""
 ROUTED = {
     "deepseek-v2-lite": MoEConfig(
-        num_experts=64, top_k=6, intermediate_size=1408, shared_size=2816, normalize=False
+        num_experts=64,
+        top_k=6,
+        intermediate_size=1408,
+        shared_size=2816,
+        normalize=False,
+        float32_router=True,
     ),
     "qwen3-30b-a3b": MoEConfig(num_experts=128, top_k=8, intermediate_size=768),
 }
@@ -199,6 +206,15 @@ def moe(name: str, count: int) -> Iterator[Case]:
         run=lambda i: route.route(logits[i % LAYERS], config),
         torch=lambda i: route.route_reference(logits[i % LAYERS], config),
         moved=route.cost(count, config, 2)[1],
+    )
+    kind = torch.float32 if config.float32_router else torch.bfloat16
+    gates = [randn(every, HIDDEN, dtype=kind) * 0.02 for _ in range(LAYERS)]
+    counters = [skinny.Counters() for _ in range(LAYERS)]
+    yield Case(
+        name="router, lists included",
+        run=lambda i: router.router(x, gates[i % LAYERS], config, None, counters[i % LAYERS]),
+        torch=lambda i: router.router_reference(x, gates[i % LAYERS], config),
+        moved=router.cost(count, config, HIDDEN, kind.itemsize)[1],
     )
 
 

@@ -93,6 +93,19 @@ def test_a_row_alone_is_the_row_in_company(
             assert torch.equal(part(start, count), single[start : start + count]), (count, start)
 
 
+def test_float32_products_on_a_cpu_have_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: rows of an expert in one product, whose sums some processors order by its size."""
+    shapes, mm = set(), torch.mm
+
+    def watched(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        shapes.add(a.shape[0])
+        return mm(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    experts(*inputs(64, SHAPES[4], torch.float32))
+    assert shapes == {module.ROW_TILE}
+
+
 def test_rows_of_zeros_are_zeros_and_disturb_nobody() -> None:
     """Fault: padding rows wake experts, or get another row's result."""
     x, ids, weights, *stacked = inputs(9, SHAPES[0], torch.float32)

@@ -8,8 +8,9 @@ import torch
 from eyas.kernels import accept, gated, lang, norm, norm_parts
 from eyas.kernels.draw import candidates
 from eyas.kernels.experts_triton import Shared, experts_triton
-from eyas.kernels.route import route
+from eyas.kernels.router import router
 from eyas.kernels.rows import put_rows, take_rows
+from eyas.kernels.skinny import Counters
 from eyas.kernels.tree import chain
 from eyas.model_config import MoEConfig
 from tests.helpers import fresh_slots
@@ -26,8 +27,9 @@ def work(seed: int, rounds: int) -> list[torch.Tensor]:
     def randn(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator, device="cuda").bfloat16()
 
-    x, weight, router = randn(4, 512), randn(512), randn(4, 16)
+    x, weight, gates = randn(4, 512), randn(512), randn(16, 512).float() * 0.05
     gate_up, down = randn(16, 512, 512) * 0.05, randn(16, 512, 256) * 0.05
+    counters = Counters()
     ids, sampling = torch.arange(512, device="cuda"), rows_of([0.0] * 4)
     kept, slots = torch.zeros(6, 512, device="cuda").bfloat16(), fresh_slots(4, device="cuda")
 
@@ -37,8 +39,10 @@ def work(seed: int, rounds: int) -> list[torch.Tensor]:
             y, total = norm.add_rms_norm(y, y, weight, 1e-5)
             heads = norm_parts.norm_parts(y.view(4, 8, 64), (weight[:64],) * 2, 4, 1e-5)
             shared = Shared(gate_up[0], down[0])
-            chosen = route(router, CONFIG)
-            y = experts_triton(heads.flatten(1), *chosen, gate_up, down, shared=shared)
+            heads = heads.flatten(1)
+            chosen, chances, lists = router(heads, gates, CONFIG, None, counters)
+            given = (heads, chosen, chances, gate_up, down)
+            y = experts_triton(*given, shared=shared, lists=lists)
             y = gated.gated(torch.stack((y, total), 1).flatten(1))
             tokens, _ = candidates(y, ids, 1, sampling, slots.slots, 1, sampled=False, noise=False)
             nodes = chain(tokens[:, 0], tokens)

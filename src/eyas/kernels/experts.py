@@ -7,7 +7,7 @@ its type and dimensions suit it. All sum a row's experts in the order they were 
 and round once. Which experts there are, and why, is not known here.
 
 Always holds on a CPU: a row's bits do not depend on the other rows, since an expert's rows are
-padded to a tile.
+padded to a tile; in float32 products have exactly that many rows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from eyas.kernels.experts_triton import Shared, experts_triton, shared_reference, suits
+from eyas.kernels.experts_triton import Lists, Shared, experts_triton, shared_reference, suits
 
 ROW_TILE = 4
-"""On a CPU an expert's rows are padded to a multiple of this; see `eyas.layers.linear.row_tile`."""
+"""On a CPU an expert's rows are padded to a multiple of this; see `eyas.layers.linear.row_tile`.
+
+MKL's float32 product of a multiple is not everywhere that of its tiles: on some processors sums
+were added in another order from 8 rows on, or from 24. So in float32 every tile is its own product.
+"""
 GATHERED_BYTES = 2**28
 """The reference gathers weights of about this size at a time."""
 GROUPED_ALIGNMENT = 8
@@ -33,16 +37,18 @@ def experts(
     down: torch.Tensor,
     *,
     shared: Shared | None = None,
+    lists: Lists | None = None,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert_ids[t, k](x[t])` by the way that suits device and type.
 
     x [T, H] in the model's dtype, ids int64[T, K] all different in a row, weights float32[T, K],
     gate_up [E, 2 * I, H] (gates first) and down [E, H, I] in x's dtype. An expert is
     `down @ (silu(gate @ x) * (up @ x))`. Returns [T, H] in x's dtype; what the expert `shared`
-    gives is added to the rounded sum. Reads nothing on the host.
+    gives is added to the rounded sum. `lists` are those of `ids`, if they exist. Reads nothing on
+    the host.
     """
     if suits(x, ids, gate_up):
-        return experts_triton(x, ids, weights, gate_up, down, shared=shared)
+        return experts_triton(x, ids, weights, gate_up, down, shared=shared, lists=lists)
     if x.device.type == "cpu":
         y = torch.ops.eyas.experts_cpu(x, ids, weights, gate_up, down)
     elif _grouped_suits(x, down):
@@ -129,10 +135,10 @@ def _experts_cpu(
     ends = tiles.cumsum(0)
     place = torch.arange(len(order)) + (ends - tiles - counts.cumsum(0) + counts)[expert]
     rows = x.new_zeros(int(ends[-1]), x.shape[1]).index_copy_(0, place, x[order // top_k])
+    most = ROW_TILE if x.dtype == torch.float32 else max(len(rows), 1)
     spans, start = [], 0
     for number, end in enumerate(ends[:-1].tolist()):
-        if end > start:
-            spans.append((number, slice(start, end)))
+        spans += [(number, slice(at, min(at + most, end))) for at in range(start, end, most)]
         start = end
     wide, out = rows.new_empty(len(rows), gate_up.shape[1]), torch.zeros_like(rows)
     into_wide, into_out = gate_up.mT, down.mT

@@ -1,11 +1,12 @@
 """Routed experts of few rows: each touched expert's weights are read once, however rows fall.
 
-Four launches. The first lists every expert's pairs of a row and an expert, in order; one row alone
-needs no list. The second multiplies gates and ups, the third goes down, both with a program for an
-expert and a tile of its outputs; the last sums a row's experts by weight in the order they were
-chosen. The expert that all rows share goes along in the same launches, and is added at the end, as
-rounded on its own. The grids follow from shapes alone. The oracle is `experts_reference` of
-`eyas.kernels.experts`; every product is rounded where it rounds.
+Four launches. The first lists every expert's pairs of a row and an expert, in order; it falls away
+for one row alone, and where who chose has made the lists. The second multiplies gates and ups, the
+third goes down, both with a program for an expert and a tile of its outputs; the last sums a row's
+experts by weight in the order they were chosen. The expert that all rows share goes along in the
+same launches, and is added at the end, as rounded on its own. The grids follow from shapes alone.
+The oracle is `experts_reference` of `eyas.kernels.experts`; every product is rounded where it
+rounds.
 
 Always holds: an expert's pairs go through tiles of `PAIRS`, whose numbers do not depend on the
 tile's other pairs, and no sum is shared between programs. A row's bits are those it has alone.
@@ -41,6 +42,21 @@ class Shared(NamedTuple):
     """[2 * S, H], gates first."""
     down: torch.Tensor
     """[H, S]"""
+
+
+class Lists(NamedTuple):
+    """Each expert's pairs of a row and an expert."""
+
+    members: torch.Tensor
+    """int32[E, T]: pairs t * K + k, ascending; the rest is unset."""
+    counts: torch.Tensor
+    """int32[E]: how many."""
+
+
+def new_lists(x: torch.Tensor, num_experts: int) -> Lists:
+    """Lists for rows x [T, H], to be filled."""
+    members = x.new_empty(num_experts, x.shape[0], dtype=torch.int32)
+    return Lists(members, x.new_empty(num_experts, dtype=torch.int32))
 
 
 def shared_reference(x: torch.Tensor, shared: Shared) -> torch.Tensor:
@@ -284,17 +300,18 @@ def experts_triton(
     down: torch.Tensor,
     *,
     shared: Shared | None = None,
+    lists: Lists | None = None,
 ) -> torch.Tensor:
     """See `eyas.kernels.experts.experts`."""
     (num_rows, hidden), (num_experts, _, size) = x.shape, down.shape
     ids, pairs = ids.contiguous(), ids.numel()
     single, by_pair = num_rows == 1, pairs < num_experts
-    members = x.new_empty(num_experts, num_rows, dtype=torch.int32)
-    counts = x.new_empty(num_experts, dtype=torch.int32)
-    if not single:
-        _expert_list_kernel[(num_experts,)](
-            ids, members, counts, pairs, num_rows, BLOCK=LIST_BLOCK, **turns(x)
-        )
+    if lists is None:
+        lists = new_lists(x, num_experts)
+        if not single:
+            _expert_list_kernel[(num_experts,)](
+                ids, *lists, pairs, num_rows, BLOCK=LIST_BLOCK, **turns(x)
+            )
     slots = pairs if single or by_pair else num_experts
     inside = shared is not None and num_rows <= SHARED_ROWS
     own, back = shared if shared is not None and inside else (gate_up, down)
@@ -303,17 +320,17 @@ def experts_triton(
     more_wide, more = x.new_empty(num_rows, long), x.new_empty(num_rows, hidden)
     kinds = {"SHARED": inside, "SINGLE": single, "BY_PAIR": by_pair, **turns(x)}
     cut = {"PAIRS": PAIRS, "OUTPUTS": OUTPUTS, "DEPTH": DEPTH, "num_stages": STAGES}
-    lists, tiles, more_tiles = (ids, members, counts), _tiles(size), _tiles(long)
+    listed, tiles, more_tiles = (ids, *lists), _tiles(size), _tiles(long)
     even = hidden % DEPTH == 0
     sizes = (num_rows, ids.shape[1], size, hidden, long, tiles, more_tiles)
     _expert_gate_up_kernel[(slots * tiles + more_tiles,)](
-        x, gate_up, wide, own, more_wide, *lists, x.stride(0), *sizes, EVEN=even, **kinds, **cut
+        x, gate_up, wide, own, more_wide, *listed, x.stride(0), *sizes, EVEN=even, **kinds, **cut
     )
     tiles = _tiles(hidden)
     more_tiles, even = tiles * inside, size % DEPTH == long % DEPTH == 0
     ends = (num_rows, hidden, size, long, tiles, more_tiles)
     _expert_down_kernel[(slots * tiles + more_tiles,)](
-        wide, down, each, more_wide, back, more, *lists, *ends, EVEN=even, **kinds, **cut
+        wide, down, each, more_wide, back, more, *listed, *ends, EVEN=even, **kinds, **cut
     )
     if shared is not None and not inside:
         more = shared_reference(x, shared)

@@ -1,6 +1,6 @@
 """Routed experts in place of an MLP: a router, stacked expert weights, shared experts.
 
-How experts are chosen and computed stands in `kernels/route.py` and `kernels/experts.py`. The
+How experts are chosen and computed stands in `kernels/router.py` and `kernels/experts.py`. The
 router is on every rank; with tensor parallelism each rank holds a share of every expert's
 intermediate dimension, and one all-reduce adds routed and shared parts together. Routing follows
 DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and
@@ -10,21 +10,22 @@ transformers' models of the same families.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from eyas.distributed.group import SOLO, Group
 from eyas.kernels.experts import experts
 from eyas.kernels.experts_triton import Shared
+from eyas.kernels.lang import runs_kernels
 from eyas.kernels.norm import Norm
-from eyas.kernels.route import route
+from eyas.kernels.router import Chosen, router, router_reference
+from eyas.kernels.skinny import Counters
 from eyas.layers.basic import GatedMLP
 from eyas.layers.linear import Place, Places, pad_rows, row_tile, share_of, whole
 from eyas.model_config import MoEConfig
 
 
 class Router(nn.Module):
-    """Chooses each row's experts; `forward` is `route` of its logits.
+    """Chooses each row's experts.
 
     Where the config asks for it, logits and parameters are float32 in a 16-bit network.
     """
@@ -36,12 +37,15 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden))
         biased = config.correction_bias
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if biased else None
+        self.counters = Counters()
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids int64[T, K] and weights float32[T, K] of the experts for rows x [T, H]."""
-        rows = pad_rows(x.to(self.weight.dtype), row_tile(x.device, self.weight.dtype))
-        ids, weights = route(F.linear(rows, self.weight), self.config, self.bias)
-        return ids[: x.shape[0]], weights[: x.shape[0]]
+    def forward(self, x: torch.Tensor) -> Chosen:
+        """The experts for rows x [T, H]."""
+        if runs_kernels(x):
+            return router(x, self.weight, self.config, self.bias, self.counters)
+        rows = pad_rows(x, row_tile(x.device, self.weight.dtype))
+        ids, weights, _ = router_reference(rows, self.weight, self.config, self.bias)
+        return Chosen(ids[: x.shape[0]], weights[: x.shape[0]])
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""
@@ -62,14 +66,12 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden, own))
 
     def forward(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        shared: Shared | None = None,
+        self, x: torch.Tensor, chosen: Chosen, shared: Shared | None = None
     ) -> torch.Tensor:
         """`[T, H] -> [T, H]`: this rank's part of the experts' weighted sum, and of `shared`."""
-        return experts(x, ids, weights, self.gate_up, self.down, shared=shared)
+        stacked = (self.gate_up, self.down)
+        ids, weights, lists = chosen
+        return experts(x, ids, weights, *stacked, shared=shared, lists=lists)
 
     def places(self) -> Places:
         """Checkpoint tensor name -> the place of this rank's share."""
@@ -102,7 +104,7 @@ class RoutedMLP(nn.Module):
         shared = None
         if self.shared is not None:
             shared = Shared(self.shared.gate_up.weight, self.shared.down.weight)
-        return self.group.all_reduce(self.experts(x, *self.router(x), shared))
+        return self.group.all_reduce(self.experts(x, self.router(x), shared))
 
     def normed(self, x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         """(`forward` of the normed rows, the rows before their norm), [T, H] each."""

@@ -60,7 +60,7 @@ RULES = (
         r"silu_and_mul_masked|finalize_?moe|fused_gate|ep_(scatter|gather)|_route",
         MOE,
         "vLLM csrc/moe, SGLang sgl-kernel/csrc/moe, FlashInfer and TensorRT-LLM MoE kernels, "
-        "deepseek-ai/DeepGEMM, eyas kernels/experts_triton.py and route.py",
+        "deepseek-ai/DeepGEMM, eyas kernels/experts_triton.py, route.py and router.py",
     ),
     Rule(
         r"store_?kv_?cache|reshape_and_cache|concat_and_cache|set_mla_kv|set_kv_buffer|"
