@@ -31,11 +31,10 @@ from triton.runtime.errors import TritonError
 
 from eyas.fingerprint import fingerprint
 from eyas.kernels.gated import gated
-from eyas.kernels.norm import Norm, add_rms_norm
 from eyas.kernels.skinny_plan import config
 from eyas.kernels.skinny_triton import Plan, run
 
-ROWS = (1, 4, 8, 16, 32)
+ROWS = (1, 4, 16, 32, 64, 128)
 SEARCHED = 4
 """Rows at which plans are compared."""
 SPREAD = 200 << 20
@@ -43,7 +42,6 @@ SPREAD = 200 << 20
 WORKERS = 12
 """Processes that compile ahead; Triton's cache on disk hands their work over."""
 DTYPE = torch.bfloat16
-EPS = 1e-5
 DEVICE = "cuda"
 SCREEN = Console(width=190, highlight=False, markup=False, soft_wrap=True)
 
@@ -56,7 +54,7 @@ class Layer:
     outputs: int
     inputs: int
     way: str = "plain"
-    """Words of: plain; norm (residual add and norm before); gated; int8."""
+    """Words of: plain; gated; int8."""
 
     @property
     def itemsize(self) -> int:
@@ -74,9 +72,9 @@ LAYERS = [
     Layer(name="8B o", outputs=4096, inputs=4096),
     Layer(name="8B gate up", outputs=28672, inputs=4096, way="gated"),
     Layer(name="8B down", outputs=4096, inputs=14336),
-    Layer(name="SmolLM2 qkv", outputs=960, inputs=576, way="norm"),
+    Layer(name="SmolLM2 qkv", outputs=960, inputs=576),
     Layer(name="SmolLM2 o", outputs=576, inputs=576),
-    Layer(name="SmolLM2 gate up", outputs=3072, inputs=576, way="norm gated"),
+    Layer(name="SmolLM2 gate up", outputs=3072, inputs=576, way="gated"),
     Layer(name="SmolLM2 down", outputs=576, inputs=1536),
     Layer(name="SmolLM2 head", outputs=49152, inputs=576),
     Layer(name="V2-Lite q, kv down", outputs=3648, inputs=2048),
@@ -95,7 +93,6 @@ LAYERS = [
     Layer(name="8B drafter head", outputs=32000, inputs=4096, way="int8"),
     Layer(name="Qwen3-30B qkv", outputs=5120, inputs=2048),
     Layer(name="Qwen3-30B o", outputs=2048, inputs=4096),
-    Layer(name="V2-Lite q, kv down", outputs=3648, inputs=2048, way="norm"),
 ]
 LARGE = 6 << 20
 """Weights from this size on are for the plans of large ones."""
@@ -146,7 +143,7 @@ def chained(plan: Plan) -> list[Plan]:
 
 
 class Case:
-    """A layer's tensors: copies of the weight, 32 rows."""
+    """A layer's tensors: copies of the weight, rows for the largest pass."""
 
     def __init__(self, layer: Layer, copies: int) -> None:
         size, inner = layer.outputs, layer.inputs
@@ -158,7 +155,7 @@ class Case:
             values = torch.empty(shape, dtype=DTYPE, device=DEVICE)
             return values.normal_(0.0, deviation, generator=generator)
 
-        self.x, self.delta, self.norm_weight = draw(32, inner), draw(32, inner), draw(inner)
+        self.x = draw(ROWS[-1], inner)
         self.weights = [draw(size, inner, deviation=inner**-0.5) for _ in range(min(copies, 2))]
         self.scales: torch.Tensor | None = None
         if "int8" in layer.way:
@@ -170,33 +167,23 @@ class Case:
 
     def own(self, plan: Plan, rows: int, copy: int = 0) -> torch.Tensor:
         """The kernel's output of the first rows."""
-        norm = None
-        if "norm" in self.layer.way:
-            norm = Norm(weight=self.norm_weight, eps=EPS, delta=self.delta[:rows])
         return run(
             self.x[:rows],
             self.weights[copy],
             plan,
             scales=self.scales,
-            norm=norm,
             gated=self.gates,
             counts=self.counts,
-        )[0]
+        )
 
     def library(self, rows: int, copy: int = 0) -> torch.Tensor:
         """The same by cuBLAS and the launches around it; for int8 cuBLAS in 16 bits."""
-        x = self.x[:rows]
-        if "norm" in self.layer.way:
-            x, _ = add_rms_norm(x, self.delta[:rows], self.norm_weight, EPS)
-        y = F.linear(x, self.weights[copy])
+        y = F.linear(self.x[:rows], self.weights[copy])
         return gated(y) if self.gates else y
 
     def exact(self) -> torch.Tensor:
         """All rows with products and sums in float32."""
-        x = self.x
-        if "norm" in self.layer.way:
-            x, _ = add_rms_norm(x, self.delta, self.norm_weight, EPS)
-        y = F.linear(x.float(), self.weights[0].float())
+        y = F.linear(self.x.float(), self.weights[0].float())
         if self.scales is not None:
             y *= self.scales
         if not self.gates:
@@ -206,13 +193,13 @@ class Case:
 
     def faults(self, plan: Plan) -> str:
         """What is wrong with a plan; empty if nothing is."""
-        every, wanted = self.own(plan, 32), self.exact()
+        every, wanted = self.own(plan, ROWS[-1]), self.exact()
         off = float((every.float() - wanted).abs().max() / wanted.abs().max())
         if not off < 2e-2:
             return f"off by {off:.3f} of the largest output"
-        if not torch.equal(self.own(plan, 32), every):
+        if not torch.equal(self.own(plan, ROWS[-1]), every):
             return "differs from run to run"
-        for rows in (1, 5, 16):
+        for rows in (1, 5, 16, 31, 64):
             if not torch.equal(self.own(plan, rows), every[:rows]):
                 return f"{rows} rows alone have other bits"
         return "counters are left" if self.counts.any() else ""
@@ -292,8 +279,7 @@ def variants(layers: list[Layer]) -> list[tuple[Layer, Plan]]:
     for layer in layers:
         for plan in plans(layer):
             even = layer.inputs % (plan.depth * plan.groups) == 0
-            passes = -(-layer.inputs // 512) if "norm" in layer.way else 0
-            seen.setdefault((plan, layer.way, even, passes), (layer, plan))
+            seen.setdefault((plan, layer.way, even), (layer, plan))
     return list(seen.values())
 
 
@@ -302,7 +288,8 @@ def compile_share(layers: list[Layer], number: int) -> None:
     for layer, plan in variants(layers)[number::WORKERS]:
         small = dataclasses.replace(layer, outputs=256)
         try:
-            Case(small, 1).own(plan, 4)
+            for rows in (4, 32, 64):
+                Case(small, 1).own(plan, rows)
         except (RuntimeError, TritonError):
             continue
 
@@ -333,7 +320,7 @@ def show(figure: dict[str, Any]) -> None:
 
 
 def summary(figures: list[dict[str, Any]]) -> None:
-    """Library and best plan at 1 to 32 rows, chained at four; a line a layer."""
+    """Library and best plan at 1 to 128 rows, chained at four; a line a layer."""
     cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for figure in figures:
         if "us" in figure:
@@ -345,7 +332,7 @@ def summary(figures: list[dict[str, Any]]) -> None:
         own = " ".join(f"{one['us']:7.2f}" for one in kinds.get("best", []))
         linked = min((one["us"] for one in kinds.get("chained", [])), default=float("nan"))
         best = short(Plan(**kinds["best"][0]["plan"])) if "best" in kinds else "none"
-        SCREEN.print(f"{name:42s} {library:39s} | {own:39s} | {linked:7.2f}  {best}")
+        SCREEN.print(f"{name:42s} {library:47s} | {own:47s} | {linked:7.2f}  {best}")
 
 
 def main() -> None:
@@ -371,7 +358,7 @@ def main() -> None:
             for figure in measure(layer):
                 figures.append(figure)
                 show(figure)
-    SCREEN.print("\nus: library | own at 1, 4, 8, 16, 32 rows | chained at 4")
+    SCREEN.print("\nus: library | own at 1, 4, 16, 32, 64, 128 rows | chained at 4")
     summary(figures)
     if args.json:
         record = {"rows": figures, "flags": vars(args), "provenance": fingerprint()}

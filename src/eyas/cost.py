@@ -142,7 +142,7 @@ def layer_ops(
         bits=setting.precision.weight_bits,
     )
     attention = attention_ops(shape, setting, nodes)
-    ops = [norm("norm", rows, width or hidden, attention[0]), *attention]
+    ops = [norm("norm", rows, width or hidden), *attention]
     parallel = setting.ranks > 1
     if parallel and setting.data_parallel_attention:
         ops.append(collective("gather behind attention", rows * hidden * ACTIVATION, Work.GATHER))
@@ -153,7 +153,7 @@ def layer_ops(
     else:
         bits = setting.precision.weight_bits
         dense = mlp("MLP", hidden, config.intermediate_size, rows, setting.ranks, bits)
-        ops += [norm("norm", rows, hidden, dense[0]), *dense]
+        ops += [norm("norm", rows, hidden), *dense]
     if parallel and setting.data_parallel_attention:
         ops.append(collective("scatter behind MLP", rows * hidden * ACTIVATION, Work.GATHER))
     elif parallel:
@@ -201,7 +201,7 @@ def _latent_attention(
     ops = [linear("down", shape.width, (mla.q_lora_rank or heads * head) + kept, rows, bits)]
     if mla.q_lora_rank:
         q_up = linear("q up", mla.q_lora_rank, heads * head, rows, bits)
-        ops += [norm("norm of queries", rows, mla.q_lora_rank, q_up), q_up]
+        ops += [norm("norm of queries", rows, mla.q_lora_rank), q_up]
     ops.append(norm("norm of latents", rows, latent))
     ops.append(linear("absorbed keys", latent, heads * mla.nope_dim, rows, bits))
     glue = small("latent queries and keys", rows, heads * kept, times=GLUE)

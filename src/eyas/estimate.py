@@ -14,7 +14,7 @@ from functools import cached_property
 from eyas.config import SpeculationConfig, Strict, option, require
 from eyas.cost import Cycle, cycle_ops, plain_step, require_shares
 from eyas.hardware import BEST, MANY_ROWS, Curve, HardwareProfile
-from eyas.kernels.skinny_plan import MOST_NORMED, MOST_ROWS, plan_of
+from eyas.kernels.skinny_plan import MOST_ROWS, plan_of
 from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.operations import (
     BEHIND_MLP,
@@ -150,9 +150,7 @@ def joined(op: Op, profile: HardwareProfile, software: Software) -> bool:
     if op.layer is None or op.rows > MOST_ROWS:
         return False
     outputs, inputs, bits = op.layer
-    is_gate = op.joins is Joins.GATE
-    planned = bits in (8, 16) and plan_of(outputs, inputs, round(bits / 8), is_gate) is not None
-    return planned and (is_gate or op.width <= MOST_NORMED)
+    return bits in (8, 16) and plan_of(outputs, inputs, round(bits / 8), gated=True) is not None
 
 
 def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: int = 1) -> float:

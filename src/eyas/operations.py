@@ -41,7 +41,6 @@ class Work(enum.Enum):
 class Joins(enum.Enum):
     """Small kernels that an engine may make part of another's launch."""
 
-    NORM = "a norm, of the linear layer behind it"
     GATE = "a gate, of the linear layer before it"
     HEADS = "what puts heads in place, of the product that makes them"
 
@@ -68,7 +67,7 @@ class Op:
     message: float = 0.0
     """Bytes that a collective adds up or gathers, as every rank holds them afterwards."""
     width: int = 0
-    """Scores in a row that is sampled; positions that attention walks; numbers that are normed."""
+    """Scores in a row that is sampled; positions that attention walks."""
     joins: Joins | None = None
     layer: tuple[int, int, float] | None = None
     """Outputs, inputs and bits of a weight: a linear layer's, or of the one that an op may join."""
@@ -131,12 +130,9 @@ def logits(rows: int, hidden: int, vocab: int, ranks: int, bits: float) -> list[
     return [*ops, draw]
 
 
-def norm(name: str, rows: int, size: int, before: Op | None = None) -> Op:
-    """RMSNorm with the residual added before it; `before` is the linear layer that reads it."""
-    op = small(name, rows, 2 * size)
-    if before is None:
-        return op
-    return dataclasses.replace(op, width=size, joins=Joins.NORM, layer=before.layer)
+def norm(name: str, rows: int, size: int) -> Op:
+    """RMSNorm with the residual added before it."""
+    return small(name, rows, 2 * size)
 
 
 def small(name: str, rows: int, size: float, times: int = 1, component: str = SMALL) -> Op:

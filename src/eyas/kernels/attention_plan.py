@@ -130,8 +130,8 @@ def make_plan(
         least=64 if layout.shape.latent else 128,
         parts=parts,
         num_tiles=tiles,
-        num_warps=8 if not narrow or values > 128 or block == 128 or tile == 64 else 4,
-        num_stages=5 if read <= 2**15 else 3 if read <= 76 * 2**10 else 1,
+        num_warps=8 if not narrow or values > 128 or tile == 64 else 4,
+        num_stages=3 if read <= 76 * 2**10 else 1,
         write=tree != RANKS and num_new <= MAX_NODES,
         merge=tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS,
     )

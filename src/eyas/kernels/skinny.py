@@ -1,10 +1,10 @@
-"""Linear layers of few rows, with what stands before and behind them in the same launch.
+"""Linear layers of few rows, gates behind them in the same launch.
 
 A decode or verify pass has few rows: its linear layers read weights and do little else. Where a
 weight has a plan (`skinny_plan.py`) and rows are few, the kernel of `skinny_triton.py` runs them,
 else torch's operators, which are also the oracle. Roundings stand where torch's operators have
-them: the norm's rows, the product, the silu and the gated product are each rounded to the rows'
-dtype. Sums are float32.
+them: the product, the silu and the gated product are each rounded to the rows' dtype. Sums are
+float32. A norm in the same launch was slower than one of its own (docs/performance.md).
 
 Always holds: the choice follows from device, dtype and shapes alone. A row's bits do not depend on
 the other rows, as long as there are no more than `MOST_ROWS` or the library keeps that too.
@@ -12,14 +12,11 @@ the other rows, as long as there are no more than `MOST_ROWS` or the library kee
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 
 from eyas.kernels.gated import gated, gated_reference
-from eyas.kernels.norm import Norm, add_rms_norm_reference, rms_norm_reference
-from eyas.kernels.skinny_plan import MOST_NORMED, MOST_ROWS, plan_of, serves
+from eyas.kernels.skinny_plan import MOST_ROWS, plan_of, serves
 from eyas.kernels.skinny_triton import Plan, counted, run
 
 
@@ -47,7 +44,7 @@ def linear(
     plan = _plan(x, weight, gates=False)
     if plan is None:
         return F.linear(x, weight, bias)
-    return _launch(x, weight, plan, counters, bias=bias)[0]
+    return _launch(x, weight, plan, counters, bias=bias)
 
 
 def gated_linear(
@@ -57,23 +54,7 @@ def gated_linear(
     plan = _plan(x, weight, gates=True)
     if plan is None:
         return gated(F.linear(x, weight, bias))
-    return _launch(x, weight, plan, counters, bias=bias, gates=True)[0]
-
-
-def norm_linear(
-    x: torch.Tensor,
-    norm: Norm,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    counters: Counters,
-    gates: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`linear`, or `gated_linear`, of the normed rows; `x (+ norm.delta)` [..., K])."""
-    plan = _plan(x, weight, gates)
-    if plan is not None and x.shape[-1] <= MOST_NORMED:
-        return _launch(x, weight, plan, counters, bias=bias, norm=norm, gates=gates)
-    normed, x = norm(x)
-    return (gated_linear if gates else linear)(normed, weight, bias, counters), x
+    return _launch(x, weight, plan, counters, bias=bias, gates=True)
 
 
 def int8_linear(
@@ -90,28 +71,12 @@ def int8_linear(
     """
     plan = _plan(x, weight, gates)
     if plan is not None:
-        return _launch(x, weight, plan, counters, bias=bias, scales=scales, gates=gates)[0]
+        return _launch(x, weight, plan, counters, bias=bias, scales=scales, gates=gates)
     if x.device.type == "cpu":
         y = torch._weight_int8pack_mm(x, weight, scales)
         y = y if bias is None else y + bias
         return gated(y) if gates else y
     return int8_linear_reference(x, weight, scales, bias, gates)
-
-
-def norm_linear_reference(
-    x: torch.Tensor,
-    norm: Norm,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    gates: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `norm_linear`."""
-    if norm.delta is None:
-        normed = rms_norm_reference(x, norm.weight, norm.eps)
-    else:
-        normed, x = add_rms_norm_reference(x, norm.delta, norm.weight, norm.eps)
-    y = F.linear(normed, weight, bias)
-    return (gated_reference(y) if gates else y), x
 
 
 def int8_linear_reference(
@@ -129,7 +94,7 @@ def int8_linear_reference(
 
 def _plan(x: torch.Tensor, weight: torch.Tensor, gates: bool) -> Plan | None:
     """How the kernel runs this, if it does."""
-    if not serves(x):
+    if not serves(x, weight.itemsize):
         return None
     return plan_of(weight.shape[0], weight.shape[1], weight.itemsize, gates)
 
@@ -142,19 +107,14 @@ def _launch(
     *,
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
-    norm: Norm | None = None,
     gates: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """`run` of rows of any leading shape."""
-    lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    if norm is not None and norm.delta is not None:
-        norm = replace(norm, delta=norm.delta.reshape(rows.shape))
+    rows = x.reshape(-1, x.shape[-1])
     count = counted(plan, MOST_ROWS, weight.shape[0])
     counts = counters.zeros(count, x.device) if count else None
-    y, total = run(
-        rows, weight, plan, bias=bias, scales=scales, norm=norm, gated=gates, counts=counts
-    )
-    return y.view(*lead, -1), total.view(*lead, -1)
+    y = run(rows, weight, plan, bias=bias, scales=scales, gated=gates, counts=counts)
+    return y.view(*x.shape[:-1], -1)
 
 
 def cost(rows: int, outputs: int, inputs: int, itemsize: int = 2) -> tuple[int, int]:

@@ -1,8 +1,7 @@
 """Which linear layers of few rows the own kernel runs, and how it cuts their weights.
 
 A plan follows from a weight's shape alone, never from the number of rows: rows keep their bits.
-How weights are cut is reasoned, not measured: until `benchmarks/skinny.py` has shown on a GPU where
-the kernel is faster, layers of 16 bits stay with the library (`IN_16_BITS`).
+Constants are from `benchmarks/skinny.py` on one H200 (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -12,16 +11,18 @@ import torch
 from eyas.kernels.lang import runs_kernels
 from eyas.kernels.skinny_triton import ROWS, Plan
 
-IN_16_BITS = False
-"""Whether layers of 16 bits take the kernel where their shape is worth it."""
-MOST_ROWS = ROWS
+MOST_ROWS = ROWS[-1]
 """Passes of more rows go to the library."""
+MOST_ROWS_8_BIT = ROWS[0]
+"""The same for weights of 8 bits, which take longer than those of 16 where rows are more."""
 LEAST_BYTES = 1 << 19
 """Weights smaller than this go to the library."""
 MOST_OUTPUTS = 65536
 """Layers of more outputs, which vocabulary heads are, reach the memory's speed in the library."""
-MOST_NORMED = 2048
-"""Longer rows are normed by a launch of their own, shorter ones by every program."""
+SMALL = 8 << 20
+"""Weights of less bytes are in the cache before their programs are under way."""
+FILLING = 132
+"""Tiles that keep a device busy."""
 
 
 def plan_of(outputs: int, inputs: int, itemsize: int = 2, gated: bool = False) -> Plan | None:
@@ -29,7 +30,7 @@ def plan_of(outputs: int, inputs: int, itemsize: int = 2, gated: bool = False) -
 
     The library has no 8-bit weights.
     """
-    if inputs % 16 or (itemsize > 1 and not (IN_16_BITS and worth(outputs, inputs, itemsize))):
+    if inputs % 16 or (itemsize > 1 and not worth(outputs, inputs, itemsize)):
         return None
     return config(outputs, inputs, itemsize, gated)
 
@@ -41,17 +42,24 @@ def worth(outputs: int, inputs: int, itemsize: int) -> bool:
 
 def config(outputs: int, inputs: int, itemsize: int = 2, gated: bool = False) -> Plan:
     """How a weight [outputs, inputs] is cut."""
-    longer = 2 // itemsize
-    if outputs * inputs * itemsize < 1 << 23:
-        wide = 32 if gated else 16
-        return Plan(outputs=wide, depth=64 * longer, groups=4, warps=4, stages=5)
+    size = outputs * inputs * itemsize
+    if itemsize == 1:
+        return Plan(outputs=64 if gated else 32, depth=128, groups=4, stages=4)
+    if size < SMALL:
+        if gated:
+            return Plan(outputs=64, depth=64, stages=8, ahead=1024)
+        return Plan(outputs=16, depth=64, groups=4, stages=5, ahead=1024)
     if gated:
-        return Plan(outputs=128, depth=64 * longer, warps=4, stages=5)
-    splits = max(1, min(4, 264 // -(-outputs // 64), inputs // 1024))
-    return Plan(outputs=64, depth=128 * longer, splits=splits, warps=4, stages=4)
+        if outputs < 128 * FILLING:
+            return Plan(outputs=128, depth=64, splits=2, stages=6)
+        return Plan(outputs=128, depth=128, stages=3)
+    if outputs <= 2048:
+        return Plan(outputs=16, depth=64, groups=4, stages=6)
+    return Plan(outputs=64, depth=128, splits=2 if 2 * outputs < 64 * FILLING else 1, stages=5)
 
 
-def serves(x: torch.Tensor) -> bool:
+def serves(x: torch.Tensor, itemsize: int = 2) -> bool:
     """Whether rows x [..., K] are for the kernel, if the weight has a plan."""
-    few = x.numel() <= MOST_ROWS * x.shape[-1]
+    most = MOST_ROWS if itemsize > 1 else MOST_ROWS_8_BIT
+    few = x.numel() <= most * x.shape[-1]
     return runs_kernels(x) and few and x.dtype in (torch.bfloat16, torch.float16)

@@ -1,14 +1,15 @@
 """The kernel of linear layers of few rows: weights stream once, and rows are the narrow side.
 
-A program multiplies a tile of weight rows with `ROWS` token rows; further ones are for other
-programs. It may normalise the token rows first, and gate what comes out. With `Plan.splits` > 1
+A program multiplies a tile of weight rows with a tile of token rows; further ones are for other
+programs. It may gate what comes out. With `Plan.splits` > 1
 several programs share a tile of outputs, each with its own stretch of the inputs; the last of them
 to finish adds the float32 parts in the order of the stretches. With `Plan.groups` > 1 the warps of
 a program do the same among themselves. Oracles, and what a layer calls, are in
 `eyas.kernels.skinny`.
 
-Always holds: tiles, splits and the order of every sum follow from the weight's shape alone, so a
-row's bits depend neither on the number of rows nor on its place among them.
+Always holds: weight tiles, splits and the order of every sum follow from the weight's shape alone,
+and token rows are the narrow side of the product, whatever their tile. So a row's bits depend
+neither on the number of rows nor on its place among them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,9 @@ from typing import Any
 import torch
 
 from eyas.kernels.lang import tl, triton
-from eyas.kernels.norm import Norm
 
-ROWS = 16
-"""Token rows of a program's product; where there are fewer, zeros."""
-STATISTICS = 512
-"""Numbers of a row that are squared at a time."""
+ROWS = (16, 32, 64)
+"""Token rows of a program's product: the least that holds them all, else the most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,43 +55,6 @@ def _lines(tile, size, GATED: tl.constexpr, OUTPUTS: tl.constexpr):  # type: ign
         half: tl.constexpr = OUTPUTS // 2
         return tl.minimum(tile * half + place % half, size - 1) + place // half * size
     return tl.minimum(tile * OUTPUTS + place, size - 1)
-
-
-@triton.jit
-def _rows(  # type: ignore[no-untyped-def]
-    x_ptr, delta_ptr, row, k, x_stride, delta_stride, there, ADD: tl.constexpr
-):
-    """A tile of token rows, plus `delta` if ADD."""
-    x = tl.load(x_ptr + row * x_stride + k, there, 0.0)
-    if ADD:
-        more = tl.load(delta_ptr + row * delta_stride + k, there, 0.0)
-        x = (x.to(tl.float32) + more.to(tl.float32)).to(x.dtype)
-    return x
-
-
-@triton.jit
-def _scales(  # type: ignore[no-untyped-def]
-    x_ptr,
-    delta_ptr,
-    num_rows,
-    inner,
-    x_stride,
-    delta_stride,
-    eps,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    PASSES: tl.constexpr,
-):
-    """What RMSNorm multiplies each token row with, float32[ROWS]."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    squares = tl.zeros([ROWS, STATISTICS], tl.float32)
-    for number in tl.static_range(PASSES):
-        k = number * STATISTICS + tl.arange(0, STATISTICS)[None, :]
-        there = (row < num_rows) & (k < inner)
-        x = _rows(x_ptr, delta_ptr, row, k, x_stride, delta_stride, there, ADD).to(tl.float32)
-        squares += x * x
-    return tl.rsqrt(tl.sum(squares, 1) / inner + eps)
 
 
 @triton.jit
@@ -198,24 +159,17 @@ def _hand_in(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_rows", "ahead"])
 def _skinny_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
-    delta_ptr,
-    norm_ptr,
     w_ptr,
     scale_ptr,
     bias_ptr,
     out_ptr,
-    total_ptr,
     part_ptr,
     count_ptr,
     num_rows,
     size,
     inner,
     x_stride,
-    delta_stride,
-    eps,
     ahead,
-    NORM: tl.constexpr,
-    ADD: tl.constexpr,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
@@ -225,8 +179,6 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    PASSES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Program (token rows, tile of outputs, stretch of inputs)."""
@@ -241,32 +193,16 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    scale = tl.zeros([ROWS], tl.float32)
-    if NORM:
-        scale = _scales(
-            x_ptr,
-            delta_ptr,
-            num_rows,
-            inner,
-            x_stride,
-            delta_stride,
-            eps,
-            ADD,
-            ROWS,
-            STATISTICS,
-            PASSES,
-        )
     depth = tl.arange(0, DEPTH)
     if GROUPS == 1:
-        line, row, depth, scale = line[:, None], row[:, None], depth[None, :], scale[:, None]
+        line, row, depth = line[:, None], row[:, None], depth[None, :]
         total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     else:
         depth = (tl.arange(0, GROUPS) * DEPTH)[:, None, None] + depth[None, None, :]
-        line, row, scale = line[None, :, None], row[None, :, None], scale[None, :, None]
+        line, row = line[None, :, None], row[None, :, None]
         total = tl.zeros([GROUPS, OUTPUTS, ROWS], tl.float32)
     weights = w_ptr + line * inner + depth
     used = (row < num_rows) & (depth >= 0)
-    writes = tl.where(tile == 0, num_rows, 0)
     dtype = x_ptr.dtype.element_ty
     for k in range(start, end, step):
         if EVEN:
@@ -276,12 +212,7 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
             there = used & (depth < inner - k)
             within = (line >= 0) & (depth < inner - k)
             w = tl.load(weights + k, within, 0.0, eviction_policy="evict_first")
-        x = _rows(x_ptr, delta_ptr, row, depth + k, x_stride, delta_stride, there, ADD)
-        if ADD:
-            tl.store(total_ptr + row * inner + depth + k, x, there & (row < writes))
-        if NORM:
-            weight = tl.load(norm_ptr + depth + k, depth < inner - k, 0.0).to(tl.float32)
-            x = ((x.to(tl.float32) * scale).to(dtype).to(tl.float32) * weight).to(dtype)
+        x = tl.load(x_ptr + row * x_stride + depth + k, there, 0.0)
         if GROUPS == 1:
             total = tl.dot(w.to(dtype), tl.trans(x), total, input_precision="ieee")
         else:
@@ -314,11 +245,10 @@ def run(
     *,
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
-    norm: Norm | None = None,
     gated: bool = False,
     counts: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer's output [T, N], gated [T, N / 2], and its input [T, K] with `norm.delta` added.
+) -> torch.Tensor:
+    """The layer's output [T, N], gated [T, N / 2].
 
     x [T, K] of contiguous numbers a row, weight [N, K] in its dtype or, with `scales` float32[N],
     int8. `counts` int32[`counted`] are zeros, and are so again afterwards; they are needed where
@@ -327,52 +257,41 @@ def run(
     (num_rows, inner), size = x.shape, weight.shape[0] // (2 if gated else 1)
     assert x.stride(1) == 1 and weight.is_contiguous(), "numbers of a row lie side by side"
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
-    delta = None if norm is None else norm.delta
-    assert delta is None or (delta.shape == x.shape and delta.stride(1) == 1), "added row by row"
-    total = x if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    grid = (-(-num_rows // ROWS), -(-weight.shape[0] // plan.outputs), plan.splits)
-    needed = math.prod(grid) * plan.outputs * ROWS if plan.splits > 1 else 0
+    rows = next((n for n in ROWS if n >= num_rows), ROWS[-1])
+    grid = (-(-num_rows // rows), -(-weight.shape[0] // plan.outputs), plan.splits)
+    needed = math.prod(grid) * plan.outputs * rows if plan.splits > 1 else 0
     parts = torch.empty(needed, dtype=torch.float32, device=x.device)
     options: dict[str, Any] = {"num_warps": plan.warps, "num_stages": plan.stages}
     if plan.chained:
         options["launch_pdl"] = True
     _skinny_kernel[grid](
         x,
-        x if delta is None else delta,
-        x if norm is None else norm.weight,
         weight,
         x if scales is None else scales,
         x if bias is None else bias,
         out,
-        total,
         parts,
         x if counts is None else counts,
         num_rows,
         size,
         inner,
         x.stride(0),
-        0 if delta is None else delta.stride(0),
-        0.0 if norm is None else norm.eps,
         plan.ahead,
-        NORM=norm is not None,
-        ADD=delta is not None,
         GATED=gated,
         SCALED=scales is not None,
         BIASED=bias is not None,
         EVEN=inner % (plan.groups * plan.depth) == 0,
         SPLITS=plan.splits,
         GROUPS=plan.groups,
-        ROWS=ROWS,
+        ROWS=rows,
         OUTPUTS=plan.outputs,
         DEPTH=plan.depth,
-        STATISTICS=STATISTICS,
-        PASSES=0 if norm is None else triton.cdiv(inner, STATISTICS),
         CHAINED=plan.chained,
         **options,
     )
-    return out, total
+    return out
 
 
 def counted(plan: Plan, num_rows: int, outputs: int) -> int:
-    """Counters that `run` needs for a weight of `outputs` rows."""
-    return -(-num_rows // ROWS) * -(-outputs // plan.outputs) if plan.splits > 1 else 0
+    """Counters that `run` needs for a weight of `outputs` rows, at most `num_rows` token rows."""
+    return -(-num_rows // ROWS[-1]) * -(-outputs // plan.outputs) if plan.splits > 1 else 0

@@ -128,7 +128,8 @@ class Linear(nn.Module):
         self, x: torch.Tensor, norm: Norm, gates: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(`forward`, or `gated`, of the normed rows, the rows before their norm)."""
-        return skinny.norm_linear(x, norm, self.weight, self.bias, self.counters, gates)
+        rows, x = norm(x)
+        return (self.gated if gates else self.forward)(rows), x
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""

@@ -13,7 +13,7 @@ from eyas.attention import PagedAttention, paged_attention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
 from eyas.kernels.rows import take_rows
-from eyas.kernels.skinny_plan import MOST_ROWS
+from eyas.kernels.skinny_plan import MOST_ROWS_8_BIT
 from eyas.kv.pool import KVPool
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
@@ -21,7 +21,7 @@ from eyas.speculate.drafter import Committed, DraftContext
 from eyas.speculate.grow import Growth
 from eyas.speculate.tree import Draft
 
-QUICK_ROWS = {"cpu": 3, "cuda": MOST_ROWS}
+QUICK_ROWS = {"cpu": 3, "cuda": MOST_ROWS_8_BIT}
 """Most rows of a pass that 8-bit weights serve: on a CPU those for which they were measured faster
 (2 cores, AVX512-VNNI); on a GPU, where nobody has measured it, those of the kernel's tile."""
 
