@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batches", nargs="+", type=int, default=[], help="of cycles")
     made.add_argument("--seconds", type=float, default=3600.0, help="of the whole run")
     made.add_argument("--tokens", type=int, default=384, help="of an answer with real weights")
+    made.add_argument("--tp", type=int, default=2, help="ranks of the part tp")
     made.add_argument("--device", default="cuda", help="cpu tries the script out, no more")
     made.add_argument("--json", type=Path)
     return made
@@ -61,6 +62,7 @@ def main(arguments: list[str] | None = None) -> Record:
         runs=tuple(args.runs),
         batches=tuple(args.batches),
         num_tokens=args.tokens,
+        tp=args.tp,
     )
     builds = Builds(args.device)
     record.run(units(args.parts, options, builds))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,85 +14,19 @@ from rich.console import Console
 import eyas.checkpoint
 from eyas.cost import touched
 from eyas.models.families import model_config
+from tests.gpu_script import SHAPES, part, record, tiny_shapes
 from tests.helpers import tiny_experts, tiny_target
-
-FOLDER = Path(__file__).parent.parent / "benchmarks"
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
-TINY_LATENT = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-}
-"""Instead of the large numbers of DeepSeek-V2-Lite."""
-SHAPES = ("llama-3.1-8b", "smollm2-135m", "deepseek-v2-lite")
-
-
-def part(name: str) -> Any:
-    """A module of the benchmark."""
-    return importlib.import_module(name)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_the_path() -> Iterator[None]:
-    """The scripts' folder, as when one of them is run."""
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
 
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Tiny networks under the names of the real shapes, and few steps."""
-    real = json.loads((eyas.checkpoint.SHAPES / SHAPES[2] / "config.json").read_text())
-    for shape, config in zip(SHAPES, (LLAMA, LLAMA, real | TINY_LATENT), strict=True):
-        (tmp_path / shape).mkdir()
-        (tmp_path / shape / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(eyas.checkpoint, "SHAPES", tmp_path)
-    for module, name, value in (
-        ("gpu_parts.timing", "PROMPT", 8),
-        ("gpu_parts.timing", "SETTLING", 1),
-        ("gpu_parts.cycles", "STEPS", 2),
-        ("gpu_parts.cycles", "BATCH_STEPS", 2),
-        ("gpu_parts.cycles", "SIZES", (1, 8, 40)),
-        ("gpu_parts.host", "STEPS", 3),
-    ):
-        monkeypatch.setattr(part(module), name, value)
-    return tmp_path
-
-
-def record(seconds: float = 100.0, **rest: Any) -> Any:
-    module = part("gpu_parts.record")
-    return module.Record(module.Clock.of(seconds), Console(quiet=True), **rest)
+    """Tiny networks under the names of the real shapes."""
+    return tiny_shapes(tmp_path, monkeypatch)
 
 
 def test_rows_are_held_against_their_goals() -> None:
     """Fault: a goal that is met from the wrong side, or a figure without one that fails."""
-    goals: ModuleType = part("gpu_parts.goals")
+    goals = part("goals")
     below, above = (goals.row("llama-3.1-8b decode B=1", value) for value in (4.29, 4.31))
     assert (below.goal, below.floor, below.peer) == (4.30, 3.42, 4.78)
     assert below.holds is True
@@ -109,7 +40,7 @@ def test_rows_are_held_against_their_goals() -> None:
 
 def test_nothing_starts_that_would_not_end_in_time() -> None:
     """Fault: a machine taken away in the middle of a part; a part left out in silence."""
-    module, goals = part("gpu_parts.record"), part("gpu_parts.goals")
+    module, goals = part("record"), part("goals")
     now = [5.0]
     clock = module.Clock.of(100.0, lambda: now[0])
     found = module.Record(clock, Console(quiet=True))
@@ -130,7 +61,7 @@ def test_nothing_starts_that_would_not_end_in_time() -> None:
 
 def test_a_cut_run_leaves_what_it_found(tmp_path: Path) -> None:
     """Fault: rows lost with the run; a failing part that takes the others along."""
-    module, goals = part("gpu_parts.record"), part("gpu_parts.goals")
+    module, goals = part("record"), part("goals")
     file = tmp_path / "gpu.json"
     found = record(file=file, about={"provenance": {"here": 1}})
     found.details["kernels of a"] = "a table"
@@ -172,11 +103,11 @@ def test_rows_of_cycles_bear_the_names_of_goals(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault: a goal that no row is held against, since a name changed on one side."""
-    start = part("gpu_parts.start")
+    start = part("start")
     monkeypatch.setattr(start, "probe", lambda *_: {"start to first token": 1.0, "import": 0.5})
     file, names = tiny / "gpu.json", set()
-    runs = ["decode", "K=3", "K=7", "tree 5-4-16"]
-    parts = ["cycles", "waits", "host", "batches", "capture", "start", "attention"]
+    runs = ["decode", "K=3", "K=7", "tree 5-4-16", "K=3 8-bit"]
+    parts = ["cycles", "waits", "host", "batches", "capture", "modes", "start", "attention"]
     for flags in (
         ["--shapes", SHAPES[0], "--runs", *runs, "--parts", *parts],
         ["--shapes", *SHAPES[1:], "--runs", *runs[:2], "--parts", "cycles"],
@@ -189,16 +120,18 @@ def test_rows_of_cycles_bear_the_names_of_goals(
         assert written["flags"]["runs"] == flags[flags.index("--runs") + 1 : flags.index("--parts")]
         assert written["provenance"]["versions"]["torch"]
         assert set(written["skipped"]) == {"verify attention"} & set(written["seconds"])
-    assert set(part("gpu_parts.goals").GOALS) <= names
+    assert set(part("goals").GOALS) <= names
     assert "llama-3.1-8b K=3 B=32 host: plan" in names
+    assert "llama-3.1-8b verify(4) B=1 C=40 as prefill / as decode" in names
     assert "llama-3.1-8b decode B=41, 40 captured / B=40" in names
 
 
 def test_requests_that_end_while_timed_are_an_error(tiny: Path) -> None:
     """Fault: steps of an engine that has nothing left to do, timed as decoding."""
-    builds = part("gpu_parts.builds").Builds("cpu")
-    engine = builds.engine(SHAPES[0], "decode", builds.config(1, context_length=40))
-    timing = part("gpu_parts.timing")
+    module = part("builds")
+    builds, decode = module.Builds("cpu"), module.SPECS["decode"]
+    engine = builds.engine(SHAPES[0], decode, builds.config(1, context_length=40))
+    timing = part("timing")
     with pytest.raises(RuntimeError, match="raise the context"), timing.running(engine, 1, 8):
         timing.step_ms(engine, 20)
     with timing.running(engine, 1, 8) as requests:
@@ -208,20 +141,21 @@ def test_requests_that_end_while_timed_are_an_error(tiny: Path) -> None:
 
 def test_engines_are_shared_until_another_shape_is_asked_for(tiny: Path) -> None:
     """Fault: a network built for every part, or two shapes' weights on one GPU."""
-    builds = part("gpu_parts.builds").Builds("cpu")
+    module = part("builds")
+    builds, decode = module.Builds("cpu"), module.SPECS["decode"]
     config = builds.config(1)
-    first = builds.engine(SHAPES[0], "decode", config)
-    assert builds.engine(SHAPES[0], "decode", config) is first
-    other = builds.engine(SHAPES[0], "K=3", config)
+    first = builds.engine(SHAPES[0], decode, config)
+    assert builds.engine(SHAPES[0], decode, config) is first
+    other = builds.engine(SHAPES[0], module.SPECS["K=3"], config)
     assert other.runner.parts.target is first.runner.parts.target
-    second = builds.engine(SHAPES[1], "decode", config)
+    second = builds.engine(SHAPES[1], decode, config)
     assert second.runner.parts.target is not first.runner.parts.target
-    assert builds.engine(SHAPES[0], "decode", config) is not first
+    assert builds.engine(SHAPES[0], decode, config) is not first
 
 
 def test_touched_experts_are_counted() -> None:
     """Fault: experts counted once a row, or those of another layer."""
-    cycles = part("gpu_parts.cycles")
+    cycles = part("cycles")
     target = tiny_target(moe=tiny_experts())
     sparse: list[Any] = [
         block.mlp.router for block in target.blocks if hasattr(block.mlp, "router")
@@ -243,7 +177,7 @@ def test_touched_experts_are_counted() -> None:
 
 def test_bytes_of_a_pass_follow_the_experts() -> None:
     """Fault: a ratio of bytes that takes routing for even, or counts the dense layers' weights."""
-    cycles, goals = part("gpu_parts.cycles"), part("gpu_parts.goals")
+    cycles, goals = part("cycles"), part("goals")
     file = eyas.checkpoint.SHAPES / "deepseek-v2-lite" / "config.json"
     config = model_config(json.loads(file.read_text()))
     moe = config.moe
@@ -261,7 +195,7 @@ def test_bytes_of_a_pass_follow_the_experts() -> None:
 
 def test_a_profile_is_sorted_by_where_things_ran() -> None:
     """Fault: calls on the host taken for kernels; copies to the device for copies to the host."""
-    timing, host = part("gpu_parts.timing"), part("gpu_parts.host")
+    timing, host = part("timing"), part("host")
     events = [
         ("DeviceType.CUDA", "Memcpy DtoH (Device -> Pinned)", 1.0),
         ("DeviceType.CUDA", "Memcpy HtoD (Pinned -> Device)", 1.0),
@@ -282,7 +216,7 @@ def test_a_profile_is_sorted_by_where_things_ran() -> None:
 
 def test_watched_calls_are_themselves_again() -> None:
     """Fault: an engine that stays slower, or a class that loses its method."""
-    host = part("gpu_parts.host")
+    host = part("host")
 
     class Thing:
         def work(self, x: int) -> int:
@@ -301,7 +235,7 @@ def test_watched_calls_are_themselves_again() -> None:
 
 def test_attention_is_held_over_one_row() -> None:
     """Fault: a ratio over another context, or over a figure that failed."""
-    module, found = part("gpu_parts.attention_part"), record()
+    module, found = part("attention_part"), record()
     taken = [
         {"model": "8B", "nodes": n, "context": c, "us": us}
         for n, c, us in ((1, 1024, 10.0), (4, 1024, 11.0), (4, 8192, 30.0))
@@ -312,30 +246,3 @@ def test_attention_is_held_over_one_row() -> None:
     ratios = [r for r in found.rows if r.unit == "x"]
     assert [(r.name, r.value) for r in ratios] == [("attention 8B N=4 B=1 C=1024 / N=1", 1.1)]
     assert ratios[0].holds is True
-
-
-def test_real_weights_lose_nothing_with_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: speculation that changes the text, or figures of one engine told as another's."""
-    real, builds = part("gpu_parts.real"), part("gpu_parts.builds").Builds("cpu")
-    every = real.prompts()
-    assert len(every) == 12
-    monkeypatch.setattr(real, "prompts", lambda: every[:1])
-    found = record()
-    for row in real.real("small-deepseek", 12, builds, found):
-        found.add(row)
-    values = {r.name: r.value for r in found.rows}
-    assert values["small-deepseek real K=3, texts that differ from plain"] == 0
-    assert 1 <= values["small-deepseek real K=3, accept length"] <= 4
-    assert abs(values["small-deepseek real 8-bit drafter, accept length lost"]) < 50
-    assert values["small-deepseek real K=3 over decode"] > 0
-    list(real.real("no such model", 12, builds, found))
-    assert list(found.skipped) == ["no such model with real weights"]
-
-
-def test_a_process_tells_its_start(tiny: Path) -> None:
-    """Fault: a probe that does not run, or whose parts do not add up."""
-    found = part("gpu_parts.start").probe(str(tiny / SHAPES[0]), "cpu")
-    whole = found.pop("start to first token")
-    assert whole == pytest.approx(sum(found.values()))
-    assert set(found) == {"import", "build", "capture", "first prefill"}
-    assert all(seconds >= 0 for seconds in found.values())

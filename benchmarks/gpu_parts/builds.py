@@ -18,11 +18,14 @@ from eyas.model_config import ModelConfig
 SPECS = {
     "decode": SpeculationConfig(algorithm="NONE"),
     "K=3": SpeculationConfig.chain(3),
+    "K=3 8-bit": SpeculationConfig.chain(3),
     "K=7": SpeculationConfig.chain(7),
     "tree 5-4-16": SpeculationConfig(num_steps=5, eagle_topk=4, num_draft_tokens=16),
     "tree 6-8-60": SpeculationConfig(num_steps=6, eagle_topk=8, num_draft_tokens=60),
 }
 """Runs by name."""
+CHANGES: dict[str, dict[str, int | str | bool]] = {"K=3 8-bit": {"draft_weights": "int8"}}
+"""Settings of engines for runs that need some."""
 PREFILL = 8192
 """Rows of prompts a step."""
 
@@ -36,7 +39,7 @@ class Builds:
     """Of the latest networks."""
     _shape: str = ""
     _llm: LLM | None = None
-    _engines: dict[tuple[str, EngineConfig], Engine] = field(default_factory=dict)
+    _engines: dict[tuple[SpeculationConfig, EngineConfig], Engine] = field(default_factory=dict)
 
     def llm(self, shape: str) -> LLM:
         """The networks of `shape`: the name of a config in the package, or a folder."""
@@ -44,8 +47,7 @@ class Builds:
             self.free()
             start = perf_counter()
             config = self.config(1, disable_cuda_graph=True, context_length=64)
-            model = shape if "/" in shape else f"shape:{shape}"
-            self._llm = LLM(model, speculation=SPECS["K=3"], config=config)
+            self._llm = LLM(model_of(shape), speculation=SPECS["K=3"], config=config)
             self._shape, self.build_seconds = shape, perf_counter() - start
         return self._llm
 
@@ -64,13 +66,13 @@ class Builds:
         }
         return EngineConfig.from_dict(values | changes)
 
-    def engine(self, shape: str, run: str, config: EngineConfig) -> Engine:
-        """An engine for a run of `SPECS`; captured now if nobody asked for it before."""
+    def engine(self, shape: str, spec: SpeculationConfig, config: EngineConfig) -> Engine:
+        """An engine that runs `spec`; captured now if nobody asked for it before."""
         llm = self.llm(shape)
-        key = (run, config)
+        key = (spec, config)
         if key not in self._engines:
             release()
-            self._engines[key] = llm.sibling(SPECS[run], config).engine
+            self._engines[key] = llm.sibling(spec, config).engine
         return self._engines[key]
 
     def drop_engines(self) -> None:
@@ -82,6 +84,11 @@ class Builds:
         """Give everything back."""
         self._llm, self._shape = None, ""
         self.drop_engines()
+
+
+def model_of(shape: str) -> str:
+    """What `LLM` calls a shape: one of the package's, or a folder."""
+    return shape if "/" in shape else f"shape:{shape}"
 
 
 def release() -> None:

@@ -17,7 +17,7 @@ from eyas.layers.moe import Router
 from eyas.model_config import ModelConfig
 from eyas.operations import Work
 from eyas.setting import Setting
-from gpu_parts.builds import Builds
+from gpu_parts.builds import CHANGES, SPECS, Builds
 from gpu_parts.goals import READ_BANDWIDTH, Row, row
 from gpu_parts.record import NO_TIME, Record
 from gpu_parts.timing import (
@@ -52,8 +52,9 @@ def cycles(
     shape: str, run: str, batches: tuple[int, ...], builds: Builds, record: Record
 ) -> Iterator[Row]:
     """Steps of one run at several batch sizes; its graph alone, and the gap between the two."""
-    engine = builds.engine(shape, run, builds.config(max(batches)))
-    yield from graph_rows(f"{shape} {run}, {max(batches)} requests", engine)
+    config = builds.config(max(batches), **CHANGES.get(run, {}))
+    engine = builds.engine(shape, SPECS[run], config)
+    yield from graph_rows(f"{shape} {run}, up to {max(batches)}", engine)
     before = eager_cycles(engine)
     for batch in batches:
         label = f"{shape} {run} B={batch}"
@@ -111,7 +112,7 @@ def eager_cycles(engine: Engine) -> int:
 
 def verify(shape: str, builds: Builds, record: Record) -> Iterator[Row]:
     """Verify passes over decode; with routed experts, beside the ratio of bytes they touch."""
-    engine = builds.engine(shape, "decode", builds.config(1))
+    engine = builds.engine(shape, SPECS["decode"], builds.config(1))
     config = builds.target(shape)
     times: dict[int, float] = {}
     sizes: dict[int, float] = {}
@@ -174,8 +175,8 @@ def batches(
     """Steps over all batch sizes not timed yet, and one request more than was captured."""
     most = max(sizes)
     config = builds.config(most + 1, cuda_graph_max_bs=most, context_length=1024)
-    engine = builds.engine(shape, run, config)
-    yield from graph_rows(f"{shape} {run}, {most} requests", engine)
+    engine = builds.engine(shape, SPECS[run], config)
+    yield from graph_rows(f"{shape} {run}, up to {most}", engine)
     before = eager_cycles(engine)
     for batch in sizes:
         label = f"{shape} {run} B={batch}"
@@ -202,6 +203,6 @@ def default_graphs(shape: str, builds: Builds, record: Record) -> Iterator[Row]:
     config = builds.config(DEFAULT_REQUESTS)
     for label in (f"{shape} default graphs, and their kernels", f"{shape} default graphs"):
         builds.drop_engines()
-        graphs = builds.engine(shape, "K=3", config).runner.graphs
+        graphs = builds.engine(shape, SPECS["K=3"], config).runner.graphs
         yield row(label, graphs.capture_seconds, "s")
     yield row(f"{shape} default graph memory", graphs.capture_bytes / 2**20, "MiB")

@@ -56,7 +56,7 @@ PATTERNS = (
     (re.compile(r".* 8-bit drafter, accept length lost"), Goal(1.0)),
     (re.compile(r".* texts that differ.*"), Goal(0.0)),
     (re.compile(r".* ranks apart"), Goal(0.0)),
-    (re.compile(r".* collectives over two a layer and two"), Goal(0.0)),
+    (re.compile(r".* collectives off two a layer and two"), Goal(0.0)),
 )
 """The same for rows of any shape: the first whose pattern is the whole name."""
 

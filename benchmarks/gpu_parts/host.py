@@ -13,7 +13,7 @@ import torch
 
 from eyas.engine.engine import Engine
 from eyas.engine.runner import Underway
-from gpu_parts.builds import Builds
+from gpu_parts.builds import SPECS, Builds
 from gpu_parts.goals import Row, row
 from gpu_parts.record import Record
 from gpu_parts.timing import TO_HOST, graph_of, kept_state, profiled, replay_ms, running, wait
@@ -26,7 +26,7 @@ REPLAY = "cudaGraphLaunch"
 
 def waits(shape: str, run: str, builds: Builds, record: Record) -> Iterator[Row]:
     """Steady steps with torch's sync detector on error, and what a profile saw of others."""
-    engine = builds.engine(shape, run, builds.config(1))
+    engine = builds.engine(shape, SPECS[run], builds.config(1))
     label = f"{shape} {run} B=1"
     with running(engine, 1):
         error = sync_error(engine, STEPS)
@@ -71,7 +71,7 @@ def step_rows(label: str, engine: Engine, record: Record) -> Iterator[Row]:
 
 def host(shape: str, run: str, batch: int, builds: Builds, record: Record) -> Iterator[Row]:
     """Wall time of a step by what the host does, beside the device's."""
-    engine = builds.engine(shape, run, builds.config(32))
+    engine = builds.engine(shape, SPECS[run], builds.config(32))
     label = f"{shape} {run} B={batch} host"
     with running(engine, batch):
         for what, us in host_us(engine, STEPS).items():

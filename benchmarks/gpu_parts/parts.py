@@ -10,6 +10,8 @@ from gpu_parts import cycles, host, real
 from gpu_parts.attention_part import verify_attention
 from gpu_parts.builds import SPECS, Builds
 from gpu_parts.goals import Row
+from gpu_parts.modes import modes
+from gpu_parts.ranks import ranks, same_texts
 from gpu_parts.record import Record, Unit
 from gpu_parts.start import start
 
@@ -32,6 +34,9 @@ class Options:
     """Of cycles; none: those with peers."""
     num_tokens: int = 384
     """Of an answer with real weights."""
+
+    tp: int = 2
+    """Ranks of the part about several."""
 
     @property
     def first(self) -> str:
@@ -97,6 +102,19 @@ def _real(options: Options) -> Iterator[tuple[str, float, Take]]:
         yield f"{model} real", 60, partial(real.real, model, options.num_tokens)
 
 
+def _modes(shape: str, options: Options) -> Iterator[tuple[str, float, Take]]:
+    yield f"{shape} attention modes", 45, partial(modes, shape)
+
+
+def _tp(shape: str, options: Options) -> Iterator[tuple[str, float, Take]]:
+    yield f"{shape} tp={options.tp}", 120, partial(ranks, shape, options.tp)
+
+
+def _tp_texts(options: Options) -> Iterator[tuple[str, float, Take]]:
+    take = partial(same_texts, options.tp, options.num_tokens)
+    yield f"small-deepseek tp={options.tp}", 60, take
+
+
 PARTS = {
     "cycles": Part(help="decode, verify, chains and trees of every shape", of_shape=_cycles),
     "waits": Part(help="hidden waits, copies and launches of a steady step", of_shape=_waits),
@@ -106,6 +124,8 @@ PARTS = {
     "start": Part(help="a process from its start to a first token", alone=_start),
     "attention": Part(help="verify attention at contexts of 1k to 128k", alone=_attention),
     "real": Part(help="real weights: tokens/s, accept length, 8-bit drafter", alone=_real),
+    "modes": Part(help="verify that attends as decode, or as prefill", of_shape=_modes),
+    "tp": Part(help="ranks on several GPUs", of_shape=_tp, alone=_tp_texts),
 }
 
 

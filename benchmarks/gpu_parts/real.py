@@ -19,6 +19,7 @@ from eyas.config import EngineConfig, SamplingParams
 from eyas.distributed.group import SOLO
 from eyas.engine.engine import Engine
 from eyas.engine.networks import CheckpointSource, Networks
+from eyas.engine.ranks import Ranks
 from eyas.errors import CheckpointError
 from eyas.report.answering import Answering
 from eyas.speculate.checkpoints import find_drafter
@@ -80,12 +81,19 @@ def real(model: str, num_tokens: int, builds: Builds, record: Record) -> Iterato
     yield row(f"{model} real 8-bit drafter, accept length lost", lost, "%")
 
 
-def engine_of(networks: Networks, run: str, device: torch.device, **changes: str | int) -> Engine:
-    """An engine of one request over real networks."""
+def engine_of(
+    networks: Networks,
+    run: str,
+    device: torch.device,
+    ranks: Ranks | None = None,
+    **changes: str | int,
+) -> Engine:
+    """An engine of one request over real networks, of all ranks if there are others."""
     values: dict[str, str | int] = {
         "device": device.type,
         "max_running_requests": 1,
         "context_length": CONTEXT,
+        "tp": len(ranks.prints) if ranks else 1,
     }
     return Engine(
         networks.target,
@@ -93,6 +101,7 @@ def engine_of(networks: Networks, run: str, device: torch.device, **changes: str
         drafter=networks.drafter,
         speculation=SPECS[run],
         config=EngineConfig.from_dict(values | changes),
+        ranks=ranks,
     )
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpu_parts.builds import Builds
+from gpu_parts.builds import Builds, model_of
 from gpu_parts.goals import Row, row
 from gpu_parts.record import Record
 
@@ -20,7 +20,7 @@ MOST_SECONDS = 240.0
 def start(shape: str, builds: Builds, record: Record) -> Iterator[Row]:
     """Two fresh processes, one after the other; the second one's figures count."""
     builds.free()
-    model = shape if "/" in shape else f"shape:{shape}"
+    model = model_of(shape)
     cold = probe(model, builds.device)
     yield row(f"{shape} first start to first token", cold["start to first token"], "s")
     for what, seconds in probe(model, builds.device).items():

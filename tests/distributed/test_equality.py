@@ -70,8 +70,11 @@ def test_two_ranks_write_what_one_writes(world: tuple[TinySource, Ranks], drafte
     whole, speculation = source.whole(), DRAFTED[drafted]
     for jobs in (JOBS[:1], JOBS):
         alone = run_all(make_engine(whole.target, whole.drafter, speculation), jobs)
-        shared = run_all(ranked_engine(ranks, speculation), jobs)
+        engine = ranked_engine(ranks, speculation)
+        shared = run_all(engine, jobs)
         assert outputs(shared) == outputs(alone)
+        assert len(set(engine.runner.digests())) == 1, "ranks committed different tokens"
+        assert len(engine.runner.digests()) == 2
         for one, other in zip(alone, shared, strict=True):
             assert other.accept_lengths == one.accept_lengths
 

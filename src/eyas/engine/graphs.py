@@ -17,6 +17,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import Progress
 
 from eyas.batch import PassShape
@@ -96,8 +97,21 @@ class CycleGraphs:
             return self._why_not
         fitting = [size for size in self._buckets if size >= shape.num_requests]
         if not fitting:
+            self._warn(shape.num_requests)
             return Reason.BATCH_NOT_CAPTURED
         return GraphKey(fitting[0], shape.sampled, shape.filtered)
+
+    def _warn(self, num_requests: int) -> None:
+        """Say once on stderr that larger batches than were captured run slower."""
+        if self.counts[Reason.BATCH_NOT_CAPTURED]:
+            return
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(
+            f"warning: {num_requests} requests at once run without a CUDA graph: graphs are for up "
+            f"to {self._buckets[-1]}; raise cuda_graph_max_bs",
+            style="yellow",
+            markup=False,
+        )
 
     def capture_all(self, progress: bool = False) -> None:
         """Capture greedy and sampled cycles of every bucket, largest first."""

@@ -87,6 +87,13 @@ class Unwatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Digest:
+    """Answer with the digest of what runner `key` has committed."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Free runner `key`."""
 
@@ -141,6 +148,8 @@ class Follower:
                     assert watch is not None, "what ends has begun"
                     wire.answer(watch.stop(order.folder))
                     watch, clock = None, GraphClock()
+                case Digest():
+                    wire.answer(runners[order.key].parts.state.digest())
                 case Drop():
                     runners.pop(order.key, None)
         for runner in runners.values():
@@ -300,6 +309,12 @@ class RankedRunner(Runner):
         with self._ranks.together():
             super().warm_up(progress)
             self._ranks.hear()
+
+    def digests(self) -> list[str]:
+        """See `Runner.digests`."""
+        with self._ranks.together():
+            self._ranks.tell(Digest(self._key))
+            return super().digests() + self._ranks.hear()
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -78,6 +78,10 @@ class Runner:
         """What the other ranks noted; their traces are written to `folder`."""
         return []
 
+    def digests(self) -> list[str]:
+        """`DeviceState.digest` of every rank, in order; waits for the devices."""
+        return [self.parts.state.digest()]
+
     def step(self) -> AbstractContextManager[None]:
         """Around a step and the commit of what it brought."""
         return nullcontext()

@@ -6,6 +6,7 @@ passes of the step write what they commit. Nothing here is read on the host.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +68,17 @@ class DeviceState:
         self.sampling.temperature[slots] = reals[:, 0]
         self.sampling.top_p[slots] = reals[:, 1]
         self.sampling.min_p[slots] = reals[:, 2]
+
+    def digest(self) -> str:
+        """Short hash of what every slot has committed; waits for the device.
+
+        Tokens behind a slot's root mean nothing and count for nothing.
+        """
+        places = torch.arange(self.history.shape[1], device=self.device)
+        known = self.history * (places <= self.kv_lens[:, None])
+        rows = torch.cat((self.kv_lens[:, None], self.roots[:, None], known), dim=1)
+        values = rows[: self.dummy_slot].cpu().numpy()
+        return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
     def rest_dummy(self) -> None:
         """Bring the dummy slot back to an empty sequence: padded cycles move it forward."""
