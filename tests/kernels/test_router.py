@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ def inputs(config: MoEConfig, count: int, hidden: int, kinds: tuple[torch.dtype,
 
 def check(config: MoEConfig, hidden: int, kinds: tuple[torch.dtype, ...]) -> None:
     """Rows in any company have the bits they have alone, and those are near the reference's."""
+    config = replace(config, float32_router=kinds[1] == torch.float32)
     x, weight, bias = inputs(config, MOST, hidden, kinds)
     counters = Counters()
     logits = rounded((x.double() @ weight.double().T).float(), weight.dtype)
@@ -82,13 +84,16 @@ def check_lists(lists: Lists, ids: torch.Tensor) -> None:
 
 
 def exact_terms() -> None:
-    """float32 weights in three parts are the weights: as bfloat16 those give the same bits."""
-    config = MoEConfig(intermediate_size=8, **CASES["v2-lite"])
-    x, weight, _ = inputs(config, 5, 200, KINDS[0])
-    coarse = weight.bfloat16()
-    fine = module.router(x, coarse.float(), config, None, Counters())
-    logits = x.float() @ coarse.float().T
-    torch.testing.assert_close(fine.weights, route_reference(logits, config)[1])
+    """bfloat16 weights have the same bits where float32 keeps them."""
+    config = MoEConfig(intermediate_size=8, float32_router=True, **CASES["v2-lite"])
+    for hidden in (200, 328):
+        x, weight, _ = inputs(config, 5, hidden, KINDS[1])
+        short = module.router(x, weight, config, None, Counters())
+        wide = module.router(x, weight.float(), config, None, Counters())
+        assert torch.equal(short.ids, wide.ids)
+        assert torch.equal(short.weights, wide.weights)
+        wanted = module.router_reference(x, weight, config)
+        torch.testing.assert_close(short.weights, wanted.weights)
 
 
 def run_grid() -> None:

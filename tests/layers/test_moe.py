@@ -18,6 +18,7 @@ from eyas.kernels.route import route
 from eyas.layers.moe import RoutedMLP
 from eyas.model_config import MoEConfig
 from eyas.models.registry import allocate, fill
+from tests.kernels.running import on_gpu
 
 CPU = torch.device("cpu")
 HIDDEN, SIZE, EXPERTS = 64, 48, 16
@@ -141,6 +142,21 @@ def test_a_router_keeps_float32_in_a_bfloat16_network() -> None:
     assert torch.equal(router.weight, other.state_dict()["gate.weight"])
     assert ours.experts.down.dtype == torch.bfloat16
     assert both("qwen", torch.bfloat16)[0].router.weight.dtype == torch.bfloat16
+
+
+@on_gpu
+@torch.inference_mode()
+def test_a_router_of_16_bits_is_kept_in_16_bits_on_a_gpu() -> None:
+    """Fault: rounding where it loses something, or another result where it loses nothing."""
+    x = rows(5, torch.bfloat16).cuda()
+    for lost in (0.0, 1e-4):
+        router = both("v3", torch.bfloat16)[0].router.cuda()
+        router.weight.copy_(router.weight.bfloat16().float() + lost)
+        before = router(x)
+        router.settle()
+        assert router.weight.dtype == (torch.float32 if lost else torch.bfloat16)
+        assert torch.equal(router(x).weights, before.weights)
+        assert torch.equal(router(x).ids, before.ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -84,8 +84,9 @@ def plan_of(num_rows: int, num_experts: int, inner: int, narrow: bool) -> Plan:
 def router_reference(
     x: torch.Tensor, weight: torch.Tensor, config: MoEConfig, bias: torch.Tensor | None = None
 ) -> Chosen:
-    """See `router`."""
-    return Chosen(*route_reference(F.linear(x.to(weight.dtype), weight), config, bias))
+    """See `router`; without a kernel's demands."""
+    kind = torch.float32 if config.float32_router else x.dtype
+    return Chosen(*route_reference(F.linear(x.to(kind), weight.to(kind)), config, bias))
 
 
 @triton.jit
@@ -333,8 +334,8 @@ def router(
     """The experts of rows x [T, H] in the model's dtype, contiguous each, on a device of kernels.
 
     Weights [E, H] are of x's type or float32; their products are summed in float32 and the sums
-    rounded to the weights' type. `bias` float32[E] counts for the choice alone. `counters` are this
-    router's alone.
+    rounded to x's type unless the config says float32. `bias` float32[E] counts for the choice
+    alone. `counters` are this router's alone.
     """
     (num_rows, inner), num_experts = x.shape, weight.shape[0]
     assert x.stride(1) == 1 and weight.is_contiguous(), "numbers of a row lie side by side"
@@ -361,7 +362,7 @@ def router(
         inner,
         x.stride(0),
         config.scaling_factor,
-        ROUNDED=weight.dtype != torch.float32,
+        ROUNDED=not config.float32_router and x.dtype != torch.float32,
         CHUNKS=plan.chunks,
         CHUNK=plan.chunk,
         EVEN=inner % DEPTH == 0,

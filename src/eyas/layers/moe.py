@@ -27,7 +27,8 @@ from eyas.model_config import MoEConfig
 class Router(nn.Module):
     """Chooses each row's experts.
 
-    Where the config asks for it, logits and parameters are float32 in a 16-bit network.
+    Where the config asks for it, logits are float32 in a 16-bit network, and so are parameters,
+    until `settle` finds that 16 bits hold them.
     """
 
     def __init__(self, config: MoEConfig, hidden: int, prefix: str) -> None:
@@ -43,9 +44,17 @@ class Router(nn.Module):
         """The experts for rows x [T, H]."""
         if runs_kernels(x):
             return router(x, self.weight, self.config, self.bias, self.counters)
-        rows = pad_rows(x, row_tile(x.device, self.weight.dtype))
+        kind = torch.float32 if self.config.float32_router else x.dtype
+        rows = pad_rows(x, row_tile(x.device, kind))
         ids, weights, _ = router_reference(rows, self.weight, self.config, self.bias)
         return Chosen(ids[: x.shape[0]], weights[: x.shape[0]])
+
+    def settle(self) -> None:
+        """Keep filled weights on a GPU in bfloat16 if they are such, as published routers are."""
+        if self.weight.is_cuda and self.config.float32_router:
+            short = self.weight.detach().bfloat16()
+            if torch.equal(short.float(), self.weight):
+                self.weight = nn.Parameter(short, requires_grad=False)
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""

@@ -15,7 +15,7 @@ from eyas.layers.linear import row_tile
 from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
-from eyas.models.registry import allocate
+from eyas.models.registry import allocate, settle
 
 DEVIATION = 0.02
 DRAFT_VOCAB = 32_000
@@ -69,4 +69,7 @@ def _filled(module: Network, dtype: torch.dtype, device: torch.device, seed: int
             parameter.data.fill_(1.0)
         else:
             parameter.data.normal_(0.0, DEVIATION, generator=generator)
+        if parameter.dtype != dtype:  # routers' float32 holds 16 bits in checkpoints
+            parameter.data.copy_(parameter.data.to(dtype))
+    settle(module)
     return module.eval()
