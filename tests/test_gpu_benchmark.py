@@ -214,6 +214,19 @@ def test_a_profile_is_sorted_by_where_things_ran() -> None:
     assert seen.table().splitlines()[0].split() == ["6.0", "us", "2", "x", "3.00", "norm"]
 
 
+def test_collectives_are_known_by_their_kernels() -> None:
+    """Fault: annotations counted beside the kernels, or a gather for a sum."""
+    events = [
+        ("DeviceType.CUDA", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgs)", 9.0),
+        ("DeviceType.CUDA", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", 8.0),
+        ("DeviceType.CUDA", "nccl:all_reduce", 9.0),
+        ("DeviceType.CUDA", "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgs)", 7.0),
+    ]
+    seen = part("timing").sort_events(iter(events))
+    found = {what: seen.named(name) for what, name in part("ranks").COLLECTIVES.items()}
+    assert found == {"all-reduces": [9.0], "all-gathers": [8.0], "broadcasts": [7.0]}
+
+
 def test_watched_calls_are_themselves_again() -> None:
     """Fault: an engine that stays slower, or a class that loses its method."""
     host = part("host")

@@ -56,7 +56,7 @@ class Part:
 def _cycles(shape: str, options: Options) -> Iterator[tuple[str, float, Take]]:
     yield f"{shape} build", 60, partial(cycles.build, shape)
     for run in options.runs:
-        peers = WIDE if shape == DENSE and not run.startswith("tree") else (1,)
+        peers = WIDE if shape == DENSE and run in ("decode", "K=3", "K=7") else (1,)
         sizes = options.batches or peers
         seconds = 30 if max(sizes) < 8 else 45
         yield f"{shape} {run}", seconds, partial(cycles.cycles, shape, run, sizes)

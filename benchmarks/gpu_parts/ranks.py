@@ -36,9 +36,9 @@ RUNS = {
 }
 """Drafts from the text cost next to nothing: their cycle is little more than a verify of 4."""
 COLLECTIVES = {
-    "all-reduces": r"(?i)nccl.*all_?reduce",
-    "all-gathers": r"(?i)nccl.*all_?gather",
-    "broadcasts": r"(?i)nccl.*broadcast",
+    "all-reduces": r"nccl\w*Kernel\w*AllReduce",
+    "all-gathers": r"nccl\w*Kernel\w*AllGather",
+    "broadcasts": r"nccl\w*Kernel\w*Broadcast",
 }
 """What is counted -> names of NCCL's kernels."""
 

@@ -77,18 +77,18 @@ class Record:
     seconds: dict[str, float] = field(default_factory=dict)
     """Of every unit that ran."""
     waiting: list[str] = field(default_factory=list)
-    """Units whose turn has not come."""
+    """Units that are not through."""
 
     def run(self, units: Sequence[Unit]) -> None:
         """Take all units that time allows, in order."""
         self.waiting = [unit.name for unit in units]
         for unit in units:
-            self.waiting.remove(unit.name)
             if self.clock.fits(unit.seconds):
                 self._take(unit)
             else:
                 self.skip(unit.name, f"{NO_TIME}: it may take {unit.seconds:.0f} s")
-        self.write()
+            self.waiting.remove(unit.name)
+            self.write()
 
     def _take(self, unit: Unit) -> None:
         start = perf_counter()
@@ -100,7 +100,6 @@ class Record:
             self.failed[unit.name] = "".join(traceback.format_exception(error))
             self.say(f"failed: {type(error).__name__}: {str(error)[:300]}")
         self.seconds[unit.name] = perf_counter() - start
-        self.write()
 
     def add(self, row: Row) -> None:
         """Keep a figure and show it."""
