@@ -1,9 +1,9 @@
 """Times linear layers of few rows on a GPU: cuBLAS against the kernel of `eyas.kernels.skinny`.
 
 Every layer runs in a CUDA graph over as many copies of its weight as the L2 cache cannot hold. A
-weight's plans are compared at four rows; the best one is then timed at 1 to 32 rows, and
-chained to the launch before it. Each plan is checked first: against float32, each row alone against
-the row among others, and one run against the next. A figure is the median of repeats.
+weight's plans are compared at four rows; the best one is then timed at 1 to 128 rows, and with parts
+of its weight asked ahead of its turn. Each plan is checked first: against float32, each row alone
+against the row among others, and one run against the next. A figure is the median of repeats.
 
     python benchmarks/skinny.py --json skinny.json
 
@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -137,9 +138,9 @@ def _fits(plan: Plan, layer: Layer) -> bool:
     return (plan.splits - 1) * -(-steps // plan.splits) < steps
 
 
-def chained(plan: Plan) -> list[Plan]:
-    """The plan, started while the launch before still runs."""
-    return [dataclasses.replace(plan, chained=True, ahead=ahead) for ahead in (0, 1024, 4096)]
+def asking(plan: Plan) -> list[Plan]:
+    """The plan with more or less of the weight brought into the cache before its turn."""
+    return [dataclasses.replace(plan, ahead=ahead) for ahead in (0, 1024, 4096)]
 
 
 class Case:
@@ -229,7 +230,7 @@ def short(plan: Plan) -> str:
     """A plan on a line."""
     text = f"out {plan.outputs} depth {plan.depth} splits {plan.splits} groups {plan.groups}"
     text += f" warps {plan.warps} stages {plan.stages}"
-    return text + f" chained, ahead {plan.ahead}" * plan.chained
+    return text + f" ahead {plan.ahead}"
 
 
 def measure(layer: Layer) -> Iterator[dict[str, Any]]:
@@ -244,14 +245,14 @@ def measure(layer: Layer) -> Iterator[dict[str, Any]]:
 
     if "int8" not in layer.way:
         for rows in ROWS:
-            us = microseconds(lambda copy, rows=rows: case.library(rows, copy), copies)
+            us = microseconds(partial(case.library, rows), copies)
             yield row("library", None, rows, us)
     found: list[tuple[float, Plan]] = []
 
     def attempt(what: str, plan: Plan, rows: int) -> Iterator[dict[str, Any]]:
         try:
             fault = case.faults(plan)
-            us = microseconds(lambda copy: case.own(plan, rows, copy), copies)
+            us = microseconds(partial(case.own, plan, rows), copies)
         except (RuntimeError, TritonError) as error:
             fault, us = f"{type(error).__name__}: {str(error)[:100]}", 0.0
         if fault:
@@ -266,11 +267,9 @@ def measure(layer: Layer) -> Iterator[dict[str, Any]]:
         return
     best = min(found, key=lambda one: one[0])[1]
     for rows in ROWS:
-        yield row(
-            "best", best, rows, microseconds(lambda copy, n=rows: case.own(best, n, copy), copies)
-        )
-    for plan in chained(best):
-        yield from attempt("chained", plan, SEARCHED)
+        yield row("best", best, rows, microseconds(partial(case.own, best, rows), copies))
+    for plan in asking(best):
+        yield from attempt("ahead", plan, SEARCHED)
 
 
 def variants(layers: list[Layer]) -> list[tuple[Layer, Plan]]:
@@ -320,7 +319,7 @@ def show(figure: dict[str, Any]) -> None:
 
 
 def summary(figures: list[dict[str, Any]]) -> None:
-    """Library and best plan at 1 to 128 rows, chained at four; a line a layer."""
+    """Library and best plan at 1 to 128 rows, with its best `ahead` at four; a line a layer."""
     cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for figure in figures:
         if "us" in figure:
@@ -330,7 +329,7 @@ def summary(figures: list[dict[str, Any]]) -> None:
     for name, kinds in cells.items():
         library = " ".join(f"{one['us']:7.2f}" for one in kinds.get("library", []))
         own = " ".join(f"{one['us']:7.2f}" for one in kinds.get("best", []))
-        linked = min((one["us"] for one in kinds.get("chained", [])), default=float("nan"))
+        linked = min((one["us"] for one in kinds.get("ahead", [])), default=float("nan"))
         best = short(Plan(**kinds["best"][0]["plan"])) if "best" in kinds else "none"
         SCREEN.print(f"{name:42s} {library:47s} | {own:47s} | {linked:7.2f}  {best}")
 
@@ -358,7 +357,7 @@ def main() -> None:
             for figure in measure(layer):
                 figures.append(figure)
                 show(figure)
-    SCREEN.print("\nus: library | own at 1, 4, 16, 32, 64, 128 rows | chained at 4")
+    SCREEN.print("\nus: library | own at 1, 4, 16, 32, 64, 128 rows | asking ahead at 4")
     summary(figures)
     if args.json:
         record = {"rows": figures, "flags": vars(args), "provenance": fingerprint()}

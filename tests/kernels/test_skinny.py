@@ -30,7 +30,7 @@ WIDE = {
     "splits": Plan(outputs=64, depth=128, splits=4),
     "groups": Plan(outputs=16, depth=64, groups=4),
     "both": Plan(outputs=32, depth=64, groups=4, splits=2),
-    "chained": Plan(outputs=32, depth=128, warps=2, ahead=1024, chained=True),
+    "ahead": Plan(outputs=32, depth=128, warps=2, ahead=1024),
 }
 USED = PLANS if DEVICE == "cpu" else WIDE
 KINDS = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.bfloat16, torch.float16)
@@ -138,7 +138,7 @@ def test_kernel_equals_reference() -> None:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("both", "plain"), ("groups", "gated"), ("one program", "int8"), ("chained", "plain")],
+    [("both", "plain"), ("groups", "gated"), ("one program", "int8"), ("ahead", "plain")],
 )
 def test_compiles_for_hopper(name: str, way: str) -> None:
     """Fault: a kernel that only the interpreter takes."""
@@ -196,7 +196,6 @@ def compile_plan(plan: Plan, way: str, rows: int = 16) -> Any:
         "ROWS": rows,
         "OUTPUTS": plan.outputs,
         "DEPTH": plan.depth,
-        "CHAINED": plan.chained,
     }
     return compiles(module._skinny_kernel, types, constants, plan.warps)
 

@@ -34,20 +34,20 @@ def work(seed: int, rounds: int) -> list[torch.Tensor]:
     kept, slots = torch.zeros(6, 512, device="cuda").bfloat16(), fresh_slots(4, device="cuda")
 
     def run() -> list[torch.Tensor]:
-        state, y = kept.clone(), x.clone()
+        state, y, total = kept.clone(), x.clone(), x.clone()
         for _ in range(rounds):
-            y, total = norm.add_rms_norm(y, y, weight, 1e-5)
-            heads = norm_parts.norm_parts(y.view(4, 8, 64), (weight[:64],) * 2, 4, 1e-5)
+            normed, total = norm.add_rms_norm(y, total, weight, 1e-5)
+            heads = norm_parts.norm_parts(normed.view(4, 8, 64), (weight[:64],) * 2, 4, 1e-5)
             shared = Shared(gate_up[0], down[0])
             heads = heads.flatten(1)
             chosen, chances, lists = router(heads, gates, CONFIG, None, counters)
             given = (heads, chosen, chances, gate_up, down)
             y = experts_triton(*given, shared=shared, lists=lists)
-            y = gated.gated(torch.stack((y, total), 1).flatten(1))
+            y = gated.gated(torch.stack((y, normed), 1).flatten(1))
             tokens, _ = candidates(y, ids, 1, sampling, slots.slots, 1, sampled=False, noise=False)
             nodes = chain(tokens[:, 0], tokens)
             settled = accept.settle(nodes.tokens, nodes.parents, nodes.tokens, 1, True, slots)
-            put_rows(settled.counts, (state,), (y,))
+            put_rows(slots.slots, (state,), (y,))
             (y,) = take_rows(settled.counts, state)
         return [y, state, slots.history, tokens]
 

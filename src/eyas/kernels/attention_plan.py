@@ -114,9 +114,12 @@ def make_plan(
     largest = 16 if not narrow else 64 if values <= 128 else 32
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
     tiles = -(-rows // tile)
-    parts = min(splits + 1, -(-programs // (requests * heads * tiles)))
-    sums = requests * heads * (splits + SPARE_SLOTS) * values * tiles * tile
-    if sums > workspace.sums.numel() or requests * heads * tiles > MAX_TILES:
+    each = requests * heads * tiles
+    # a few tiles' parts are through sooner with a processor each; many tiles fill them anyhow
+    parts = (programs // 2 if 8 * each <= programs else programs) // each
+    parts = max(1, min(splits + 1, parts))
+    sums = each * (splits + SPARE_SLOTS) * values * tile
+    if sums > workspace.sums.numel() or each > MAX_TILES:
         parts = 1
     block = 128 if narrow and keys <= 64 else 64
     if parts == 1 and block == 128 and tile == 64:  # twice the sums do not fit in registers
@@ -131,7 +134,7 @@ def make_plan(
         parts=parts,
         num_tiles=tiles,
         num_warps=8 if not narrow or values > 128 or tile == 64 else 4,
-        num_stages=3 if read <= 76 * 2**10 else 1,
+        num_stages=5 if read <= 2**15 and block == 64 else 3 if read <= 76 * 2**10 else 1,
         write=tree != RANKS and num_new <= MAX_NODES,
         merge=tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS,
     )

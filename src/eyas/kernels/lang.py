@@ -27,7 +27,7 @@ except ImportError:
 
     triton, tl = _NoTriton(), None
 
-__all__ = ["block_of", "runs_kernels", "take_turn", "tl", "triton", "turns", "warps_of"]
+__all__ = ["block_of", "prefetch", "runs_kernels", "take_turn", "tl", "triton", "turns", "warps_of"]
 
 EARLY = False
 """Whether kernels are launched before the one they follow has ended: see `take_turn`."""
@@ -53,6 +53,19 @@ def take_turn(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(address, size):  # type: ignore[no-untyped-def]
+    """Bring `size` bytes at each int64 `address` into the L2 cache; both are multiples of 16."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [address, address.to(tl.int32) * 0 + size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 def turns(x: torch.Tensor) -> dict[str, bool]:

@@ -28,7 +28,7 @@ from eyas.kernels.kv_write import (
     new_rows,
     rope_arguments,
 )
-from eyas.kernels.lang import take_turn, tl, triton, turns
+from eyas.kernels.lang import prefetch, take_turn, tl, triton, turns
 from eyas.kernels.splits import (
     FLOOR,
     SPARE,
@@ -97,6 +97,22 @@ def _queries(  # type: ignore[no-untyped-def]
             q_ptr, cos_ptr, sin_ptr, start, node, used, rope_stride, WIDE, SIZE_B, DIM, DIM, ROPE
         )
     return tl.trans(qa.to(kind)), tl.trans(qb.to(kind))
+
+
+@triton.jit
+def _ask(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, table_ptr, kv, most, table_width,
+    DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, BYTES: tl.constexpr,
+    LATENT: tl.constexpr,
+):  # fmt: skip
+    """Bring the keys and values at the places `kv`, short of `most`, into the L2 cache."""
+    kv = tl.maximum(tl.minimum(kv, most - 1), 0)
+    page = tl.load(table_ptr + tl.minimum(kv // PAGE, table_width - 1))
+    flat = page.to(tl.int64) * PAGE + kv % PAGE
+    if DIM * BYTES % 16 == 0:
+        prefetch((k_ptr + flat * DIM).to(tl.int64), DIM * BYTES)
+    if (not LATENT) & (WIDE * BYTES % 16 == 0):
+        prefetch((v_ptr + flat * WIDE).to(tl.int64), WIDE * BYTES)
 
 
 @triton.jit
@@ -187,7 +203,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
 
     With TREE 2 the first `shared` programs take tiles of all rows, the others a node's rows each.
     """
-    take_turn(EARLY)
     pid, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_ptr + request).to(tl.int32)
     part, tile, own = pid // tiles, pid % tiles, False
@@ -200,11 +215,27 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     group = request * tl.num_programs(1) + head
     rows = first_row + tl.arange(0, R)
     used, node = rows < last_row, tl.minimum(rows, last_row - 1) // GROUP
+    low, end, shift, bits = extent(
+        prefix, node, bits_ptr + row0, num_new, tail_offset, TREE, WINDOW, SPLITS, LEAST
+    )
+    fine, coarse, slot0 = slots_of(low, shift, prefix, first + num_new, TREE, WINDOW, SPLITS, LEAST)
+    lo, hi, expected = _share(slot0, end, coarse, prefix, part, parts, inverse, own, TREE, FOLD)
+    before = head.to(tl.int64) * positions
+    k_ptr, v_ptr = k_ptr + before * DIM, v_ptr + before * WIDE
+    table_ptr += request * table_stride
+    kind = k_ptr.dtype.element_ty
+    if (
+        EARLY
+    ):  # lengths, pages and committed keys were there before the launch that this one follows
+        _ask(
+            k_ptr, v_ptr, table_ptr, lo + tl.arange(0, BLOCK), tl.minimum(hi, prefix), table_width,
+            DIM, WIDE, PAGE, kind.primitive_bitwidth // 8, LATENT,
+        )  # fmt: skip
+    take_turn(EARLY)
     column = head * GROUP + rows % GROUP
     cos_ptr, sin_ptr = cos_ptr + row0 * rope_stride, sin_ptr + row0 * rope_stride
     k_new_ptr += row0 * k_new_stride + head * DIM
     v_new_ptr += row0 * v_new_stride + head * WIDE
-    kind = k_ptr.dtype.element_ty
     qa, qb = _queries(
         q_ptr + row0 * q_stride, cos_ptr, sin_ptr, node * q_stride + column * DIM, node, used,
         rope_stride, kind, DIM, WIDE, SIZE_A, SIZE_B, ROPE,
@@ -216,16 +247,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             k_new_stride, v_new_stride, rope_stride, kind,
             DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, ROPE, LATENT,
         )  # fmt: skip
-    low, end, shift, bits = extent(
-        prefix, node, bits_ptr + row0, num_new, tail_offset, TREE, WINDOW, SPLITS, LEAST
-    )
-    fine, coarse, slot0 = slots_of(low, shift, prefix, first + num_new, TREE, WINDOW, SPLITS, LEAST)
-    lo, hi, expected = _share(slot0, end, coarse, prefix, part, parts, inverse, own, TREE, FOLD)
     if lo >= hi:
         return
-    before = head.to(tl.int64) * positions
-    k_ptr, v_ptr = k_ptr + before * DIM, v_ptr + before * WIDE
-    table_ptr += request * table_stride
     if WRITE:
         for start in range(0, num_new, 16):
             if start > 0:

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from eyas.kernels.lang import tl, triton
+from eyas.kernels.lang import prefetch, tl, triton, turns
 
 ROWS = (16, 32, 64)
 """Token rows of a program's product: the least that holds them all, else the most."""
@@ -42,9 +41,7 @@ class Plan:
     stages: int = 4
     """Tiles on their way from memory, the one in use included."""
     ahead: int = 0
-    """Bytes of every weight row that are asked into the L2 cache before anything else."""
-    chained: bool = False
-    """Start while the kernel before still runs, and wait for it where its results are needed."""
+    """Bytes of every weight row that a kernel launched early brings into the L2 cache first."""
 
 
 @triton.jit
@@ -65,14 +62,7 @@ def _ask(  # type: ignore[no-untyped-def]
     width: tl.constexpr = 1 if SCALED else 2
     size = tl.minimum((end - start) * width, most) // 16 * 16
     where = (w_ptr + line * inner + start).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [where, size + line.to(tl.int32) * 0],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch(where, size)
 
 
 @triton.jit
@@ -179,18 +169,21 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Program (token rows, tile of outputs, stretch of inputs)."""
+    """Program (token rows, tile of outputs, stretch of inputs).
+
+    Weights are read before its turn; whoever follows may come at once, since it waits for all this.
+    """
     tile, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = _lines(tile, size, GATED, OUTPUTS).to(tl.int64)
     step: tl.constexpr = GROUPS * DEPTH
     stretch = tl.cdiv(tl.cdiv(inner, step), SPLITS) * step
     start = tl.program_id(2) * stretch
     end = tl.minimum(start + stretch, inner)
-    if ahead > 0:
-        _ask(w_ptr, line, start, end, inner, ahead, SCALED)
-    if CHAINED:
+    if EARLY:
+        if ahead > 0:
+            _ask(w_ptr, line, start, end, inner, ahead, SCALED)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     depth = tl.arange(0, DEPTH)
@@ -261,9 +254,6 @@ def run(
     grid = (-(-num_rows // rows), -(-weight.shape[0] // plan.outputs), plan.splits)
     needed = math.prod(grid) * plan.outputs * rows if plan.splits > 1 else 0
     parts = torch.empty(needed, dtype=torch.float32, device=x.device)
-    options: dict[str, Any] = {"num_warps": plan.warps, "num_stages": plan.stages}
-    if plan.chained:
-        options["launch_pdl"] = True
     _skinny_kernel[grid](
         x,
         weight,
@@ -286,8 +276,9 @@ def run(
         ROWS=rows,
         OUTPUTS=plan.outputs,
         DEPTH=plan.depth,
-        CHAINED=plan.chained,
-        **options,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **turns(x),
     )
     return out
 
