@@ -23,7 +23,7 @@ from tests.chat_model import write_chat_model, write_drafter
 
 ENGINE = (
     "--chunked-prefill-size --context-length --cuda-graph-max-bs --device --disable-cuda-graph "
-    "--draft-weights --dtype --load-format --memory-limit --overlap "
+    "--deterministic --draft-weights --dtype --load-format --memory-limit --overlap "
     "--simulate-accept-length --simulate-acceptance --tokenizer "
     "--max-running-requests --num-pages --page-size --tp"
 )
@@ -129,6 +129,7 @@ def refused(message: str, *arguments: str) -> None:
         ("rounds=0", ("bench", "--rounds", "0")),
         ("algorithm 'EAGLE9'", ("bench", "--speculative-algorithm", "EAGLE9")),
         ("attention_mode 'both'", ("bench", "--speculative-attention-mode", "both")),
+        ("deterministic 'yes'", ("generate", "a", "--deterministic", "yes")),
         ("num_draft_tokens=9", ("generate", "a", "--speculative-num-draft-tokens", "9")),
         ("No such file", ("bench", "--prompts", "/nowhere/p.jsonl")),
         ("No such file", ("generate", "--prompts", "/nowhere/p.jsonl")),

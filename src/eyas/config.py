@@ -20,6 +20,7 @@ OVERLAP = ("auto", "on", "off")
 LOAD_FORMATS = ("auto", "dummy")
 ALGORITHMS = ("EAGLE3", "STANDALONE", "NGRAM", "NONE")
 ATTENTION_MODES = ("decode", "prefill")
+DETERMINISTIC = ("auto", "on", "off")
 MAX_NODES = 64
 """Nodes of a request in one pass: the bits of an `int64` ancestor mask."""
 SPARE_POSITIONS = 4 * MAX_NODES
@@ -180,6 +181,9 @@ class EngineConfig(Strict):
     disable_cuda_graph: bool = option(False, "run cycles without CUDA graphs")
     cuda_graph_max_bs: int = option(0, "most requests of a captured cycle; 0: all that may run")
     overlap: str = option("auto", "read results one cycle late: on, off, or auto (on a GPU)")
+    deterministic: str = option(
+        "auto", "rows depend on no other rows: on, auto (as the library has it), off (nor in trees)"
+    )
     tokenizer: str = option("", "checkpoint whose tokenizer the model shares; none: its own")
     load_format: str = option("auto", "auto reads weights; dummy draws random ones, for timing")
     simulate_accept_length: float = option(0.0, "mean accept length by decree, for timing; 0: real")
@@ -202,6 +206,7 @@ class EngineConfig(Strict):
             "give one",
         )
         require_known("overlap", self.overlap, OVERLAP)
+        require_known("deterministic", self.deterministic, DETERMINISTIC)
         require_known("dtype", self.dtype, DTYPES)
         for name in ("tp", "max_running_requests", "page_size", "chunked_prefill_size"):
             value = getattr(self, name)

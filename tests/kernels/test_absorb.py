@@ -40,6 +40,15 @@ def run_grid() -> None:
             last = slice(count - 1, count)
             alone = module.head_product_triton(x[last], w, behind[last] if tail else None)
             assert torch.equal(alone[0], found[-1]), "a row depends on other rows"
+            check_fixed(x, w, found[..., :outputs])
+
+
+def check_fixed(x: torch.Tensor, w: torch.Tensor, few: torch.Tensor) -> None:
+    """Where the way is fixed, many rows have the bits of few."""
+    times = 1 + module.MOST_ROWS // x.shape[0]
+    with torch.inference_mode():
+        many = module.head_product(x.repeat(times, 1, 1), w, fixed=True)
+    assert torch.equal(many, few.repeat(times, 1, 1)), "rows depend on how many there are"
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernel itself")

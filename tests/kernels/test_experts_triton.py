@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from eyas.kernels import experts_triton as module
-from eyas.kernels.experts import experts_reference
+from eyas.kernels.experts import experts, experts_reference
+from eyas.kernels.experts_triton import PAIRS_PER_EXPERT
 from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
 from tests.kernels.test_experts import Inputs, inputs
 
@@ -59,6 +61,20 @@ def check_shared(given: Inputs, size: int) -> None:
     near(found, experts_reference(*given) + module.shared_reference(x, shared))
     alone = module.experts_triton(*part(given, slice(0, 1)), shared=shared)
     assert torch.equal(alone[0], found[0]), "a row depends on others"
+    check_fixed(given, shared)
+
+
+def check_fixed(given: Inputs, shared: module.Shared) -> None:
+    """Where the way is fixed, rows that are too many for the kernels have the bits of few."""
+    x, ids, weights, gate_up, down = given
+    times = 1 + PAIRS_PER_EXPERT * gate_up.shape[0] // ids.numel()
+    many = (x.repeat(times, 1), ids.repeat(times, 1), weights.repeat(times, 1), gate_up, down)
+    assert not module.suits(many[0], many[1], gate_up), "these are few rows"
+    library = patch.object(module, "shared_reference", side_effect=AssertionError)
+    with torch.inference_mode(), library:
+        found = experts(*many, shared=shared, fixed_rows=8)
+        few = experts(*given, shared=shared, fixed_rows=8)
+    assert torch.equal(found, few.repeat(times, 1)), "rows depend on how many there are"
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> None:

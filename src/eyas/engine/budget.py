@@ -203,7 +203,8 @@ def predict(case: Case, load: Load | None = None) -> Budget:
 def hollow_runner(case: Case) -> Runner:
     """The runner of one rank of `case`, without memory and without the drafter's 8-bit copy."""
     tile, group = row_tile(case.device, case.dtype), Shares(case.num_ranks)
-    target = hollow(partial(Decoder, row_tile=tile, group=group), case.target, case.dtype)
+    fixed = row_tile(case.device, case.dtype, case.config.deterministic == "on")
+    target = hollow(partial(Decoder, row_tile=fixed, group=group), case.target, case.dtype)
     wanted = case.drafter
     drafter: Eagle3 | Decoder | None = None
     if isinstance(wanted, DrafterConfig):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from eyas.attention import paged_attention
 from eyas.config import EngineConfig, SpeculationConfig, require
 from eyas.errors import ConfigError
 from eyas.kv.pool import KVPool
@@ -36,6 +37,7 @@ def make_drafter(
 ) -> Drafter:
     """The drafter of `speculation.algorithm`; raises `ConfigError` for one that does not fit."""
     algorithm, rows = speculation.algorithm, config.max_running_requests + 1
+    orders = config.deterministic != "off"
     if algorithm == "NONE":
         return NoDrafter()
     if algorithm == "NGRAM" and (drafter is None or isinstance(drafter, Network)):
@@ -46,7 +48,8 @@ def make_drafter(
         _check_size(drafter.config, drafter.config.draft_vocab_size, config, speculation)
         pool = make_pool(drafter.config.attention_shape())
         quick = _quick(drafter, config, target.embed.weight)
-        return Eagle3Drafter(drafter, target, pool, speculation, rows, quick)
+        attention = paged_attention(pool, deterministic=orders)
+        return Eagle3Drafter(drafter, target, pool, attention, speculation, rows, quick)
     if isinstance(drafter, Decoder):
         _check_algorithm("STANDALONE", speculation, "a language model")
         vocab = target.config.vocab_size
@@ -58,7 +61,8 @@ def make_drafter(
             "use auto or full",
         )
         pool = make_pool(drafter.config.attention_shape())
-        return StandaloneDrafter(drafter, vocab, pool, speculation, rows)
+        attention = paged_attention(pool, deterministic=orders)
+        return StandaloneDrafter(drafter, vocab, pool, attention, speculation, rows)
     if drafter is not None:
         return drafter
     needs = {"EAGLE3": "a trained network", "STANDALONE": "a small model of the same tokenizer"}

@@ -24,7 +24,7 @@ from eyas.distributed.group import SOLO
 from eyas.engine.admission import admit
 from eyas.engine.budget import Budget, Case, predict
 from eyas.engine.drafters import Network
-from eyas.engine.networks import CheckpointSource, DummySource, FolderSource
+from eyas.engine.networks import CheckpointSource, FolderSource
 from eyas.engine.ranks import Ranks, take_part
 from eyas.engine.request import FinishReason, Request, Status, check_params
 from eyas.engine.runner import Runner, Underway, auto_pages
@@ -222,12 +222,12 @@ class LLM:
         place = choose_drafter(drafter, model, algorithm)
         if place is not None and not dummy and drafter_kind(place) == "STANDALONE":
             same_vocabulary(self.tokenizer, Tokenizer.from_folder(place))
-        source: FolderSource = CheckpointSource(
-            target=folder, drafter=place, dtype=dtype, options=drafter_options
+        fixed = config.deterministic == "on"
+        weights = CheckpointSource(
+            target=folder, drafter=place, dtype=dtype, options=drafter_options, deterministic=fixed
         )
-        if dummy:
-            wants = algorithm in (None, "EAGLE3") and bool(drafter)
-            source = DummySource(target=folder, with_drafter=wants, dtype=dtype)
+        wants = algorithm in (None, "EAGLE3") and bool(drafter)
+        source: FolderSource = weights.dummy(wants) if dummy else weights
         self.facts = source.facts(device)
         seat = take_part(source, config.tp, config.device) if config.tp > 1 else None
         self.case = plan_case(source, config, speculation, device, engines)

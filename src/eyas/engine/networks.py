@@ -62,12 +62,23 @@ class CheckpointSource:
     drafter: Path | None
     dtype: torch.dtype
     options: DrafterOptions | None = None
+    deterministic: bool = False
+    """Whether the target's rows depend on no other rows by construction; see `row_tile`."""
+
+    def dummy(self, with_drafter: bool) -> DummySource:
+        """Random weights in place of those there are."""
+        return DummySource(
+            target=self.target,
+            with_drafter=with_drafter,
+            dtype=self.dtype,
+            deterministic=self.deterministic,
+        )
 
     def facts(self, device: torch.device) -> dict[str, str]:
         """Types, row tile, configs, and a sample of the weights' bytes."""
         facts = {
             "dtype": str(self.dtype).removeprefix("torch."),
-            "row tile": str(tuple(row_tile(device, self.dtype))),
+            "row tile": str(tuple(row_tile(device, self.dtype, self.deterministic))),
             "target": digest(self.target),
         }
         if self.drafter is not None:
@@ -89,7 +100,7 @@ class CheckpointSource:
 
     def load(self, device: torch.device, group: Group) -> Networks:
         """Read both checkpoints; raises `CheckpointError` as their loaders do."""
-        target = load_target(self.target, self.dtype, device, group)
+        target = load_target(self.target, self.dtype, device, group, self.deterministic)
         drafter = None
         if self.drafter is not None:
             drafter = load_network(self.drafter, target.config, self.dtype, device, self.options)
@@ -103,11 +114,17 @@ class DummySource:
     target: Path
     with_drafter: bool
     dtype: torch.dtype
+    deterministic: bool = False
+    """See `CheckpointSource`."""
 
     def facts(self, device: torch.device) -> dict[str, str]:
-        """Types and the config."""
+        """Types, row tile and the config."""
         config = hashlib.sha256((self.target / "config.json").read_bytes()).hexdigest()[:16]
-        return {"dtype": str(self.dtype).removeprefix("torch."), "dummy weights of": config}
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "row tile": str(tuple(row_tile(device, self.dtype, self.deterministic))),
+            "dummy weights of": config,
+        }
 
     def check(self, num_ranks: int) -> None:
         """As `CheckpointSource.check`."""
@@ -121,7 +138,8 @@ class DummySource:
 
     def load(self, device: torch.device, group: Group) -> Networks:
         """Draw the weights."""
-        target = dummy_target(model_config(read_config(self.target)), self.dtype, device, group)
+        config = model_config(read_config(self.target))
+        target = dummy_target(config, self.dtype, device, group, self.deterministic)
         drafter = None
         if self.with_drafter:
             drafter = dummy_drafter(dummy_drafter_config(target.config), self.dtype, device)

@@ -41,11 +41,18 @@ class Runner:
         """
         weight = target.embed.weight
         self.device = weight.device
+        require(
+            config.deterministic != "on" or target.row_tile.call > 0 or self.device.type != "cuda",
+            "deterministic on",
+            "the target was built for products of any number of rows",
+            "build it with row_tile(..., deterministic=True)",
+        )
         self.spans: Spans = NoSpans()
         home = home or self.device
         make_pool = partial(_pool, num_pages=num_pages, config=config, weight=weight, home=home)
         pool = make_pool(target.config.attention_shape(target.group.size))
         width = config.context_length + speculation.scratch
+        orders = config.deterministic != "off"
         state = DeviceState(
             num_slots=config.max_running_requests,
             pages_per_slot=-(-width // config.page_size),
@@ -55,7 +62,9 @@ class Runner:
         self.parts = Parts(
             target=target,
             pool=pool,
-            attention=paged_attention(pool, verify=speculation.attention_mode),
+            attention=paged_attention(
+                pool, deterministic=orders, verify=speculation.attention_mode
+            ),
             drafter=make_drafter(drafter, target, config, speculation, make_pool),
             state=state,
             decreed=_decreed(config, speculation, self.device),

@@ -113,13 +113,14 @@ def head_product_triton(
 
 
 def head_product(
-    x: torch.Tensor, w: torch.Tensor, tail: torch.Tensor | None = None
+    x: torch.Tensor, w: torch.Tensor, tail: torch.Tensor | None = None, fixed: bool = False
 ) -> torch.Tensor:
     """`x[T, H, K] @ w[H, K, N]`, head by head, with `tail` [T, H, R] behind it: [T, H, N + R].
 
-    x and w may be views. The result is in x's dtype, rounded once.
+    x and w may be views. The result is in x's dtype, rounded once. With `fixed` the way is the same
+    for any number of rows: on a GPU the kernel's.
     """
-    few = runs_kernels(x) and x.shape[0] <= MOST_ROWS
+    few = runs_kernels(x) and (fixed or x.shape[0] <= MOST_ROWS)
     return (head_product_triton if few else head_product_reference)(x, w, tail)
 
 

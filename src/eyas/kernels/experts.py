@@ -12,10 +12,14 @@ padded to a tile; in float32 products have exactly that many rows.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
+from eyas.kernels.calls import in_calls
 from eyas.kernels.experts_triton import Lists, Shared, experts_triton, shared_reference, suits
+from eyas.kernels.lang import runs_kernels
 
 ROW_TILE = 4
 """On a CPU an expert's rows are padded to a multiple of this; see `eyas.layers.linear.row_tile`.
@@ -38,15 +42,20 @@ def experts(
     *,
     shared: Shared | None = None,
     lists: Lists | None = None,
+    fixed_rows: int = 0,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert_ids[t, k](x[t])` by the way that suits device and type.
 
     x [T, H] in the model's dtype, ids int64[T, K] all different in a row, weights float32[T, K],
     gate_up [E, 2 * I, H] (gates first) and down [E, H, I] in x's dtype. An expert is
     `down @ (silu(gate @ x) * (up @ x))`. Returns [T, H] in x's dtype; what the expert `shared`
-    gives is added to the rounded sum. `lists` are those of `ids`, if they exist. Reads nothing on
-    the host.
+    gives is added to the rounded sum. `lists` are those of `ids`, if they exist. With
+    `fixed_rows` the way is the same for any number of rows: on a GPU the kernels', elsewhere the
+    shared expert takes so many rows a call. Reads nothing on the host.
     """
+    if fixed_rows and runs_kernels(x):
+        run = partial(experts_triton, shared=shared, lists=lists, shared_rows=x.shape[0])
+        return run(x, ids, weights, gate_up, down)
     if suits(x, ids, gate_up):
         return experts_triton(x, ids, weights, gate_up, down, shared=shared, lists=lists)
     if x.device.type == "cpu":
@@ -55,7 +64,9 @@ def experts(
         y = experts_grouped(x, ids, weights, gate_up, down)
     else:
         y = experts_reference(x, ids, weights, gate_up, down)
-    return y if shared is None else y + shared_reference(x, shared)
+    if shared is None:
+        return y
+    return y + in_calls(x, fixed_rows, partial(shared_reference, shared=shared))
 
 
 def experts_reference(

@@ -301,8 +301,9 @@ def experts_triton(
     *,
     shared: Shared | None = None,
     lists: Lists | None = None,
+    shared_rows: int = SHARED_ROWS,
 ) -> torch.Tensor:
-    """See `eyas.kernels.experts.experts`."""
+    """See `eyas.kernels.experts.experts`; up to `shared_rows` rows `shared` goes along."""
     (num_rows, hidden), (num_experts, _, size) = x.shape, down.shape
     ids, pairs = ids.contiguous(), ids.numel()
     single, by_pair = num_rows == 1, pairs < num_experts
@@ -313,7 +314,7 @@ def experts_triton(
                 ids, *lists, pairs, num_rows, BLOCK=LIST_BLOCK, **turns(x)
             )
     slots = pairs if single or by_pair else num_experts
-    inside = shared is not None and num_rows <= SHARED_ROWS
+    inside = shared is not None and num_rows <= shared_rows
     own, back = shared if shared is not None and inside else (gate_up, down)
     long = own.shape[0] // 2 if inside else 0
     wide, each = x.new_empty(pairs, size), x.new_empty(pairs, hidden)

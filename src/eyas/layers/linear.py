@@ -7,7 +7,9 @@ layer some inputs, whose partial sums its all-reduce adds (Megatron-LM, arXiv 19
 
 Row tile: a library matmul may pick another reduction order for another number of rows. On a CPU
 it does below a tile of rows (see docs/performance.md), so a pass pads its rows to that, and a
-row's result then depends on neither the number of rows nor its place among them.
+row's result then depends on neither the number of rows nor its place among them. On a GPU it rarely
+does, but where a network is built deterministic its products take fixed numbers of rows
+(`kernels/calls.py`), by which a row's company cannot change the kernel that computes it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import nn
 from eyas.distributed.group import SOLO, Group
 from eyas.errors import ConfigError
 from eyas.kernels import skinny
+from eyas.kernels.calls import in_calls
 from eyas.kernels.norm import Norm
 
 
@@ -30,20 +33,25 @@ class RowTile(NamedTuple):
 
     least: int = 1
     step: int = 1
+    call: int = 0
+    """Rows of every product; 0: as they come."""
 
 
 ANY_ROWS = RowTile()
 """No padding."""
+CALL_ROWS = 64
+"""Rows of a product where they are fixed: its weights are read once for so many."""
 
 
-def row_tile(device: torch.device, dtype: torch.dtype) -> RowTile:
+def row_tile(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> RowTile:
     """Padding by which a row's bits do not depend on the other rows of a matmul.
 
     On a CPU oneDNN's 16-bit products of one row differ from those of more, and MKL's float32
-    products go by fours; on a GPU cuBLAS was row-independent for 1..32 rows in bfloat16.
+    products go by fours; on a GPU cuBLAS was row-independent for 1..32 rows in bfloat16, and
+    `deterministic` fixes the rows of every call.
     """
     if device.type != "cpu":
-        return ANY_ROWS
+        return RowTile(CALL_ROWS, CALL_ROWS, CALL_ROWS) if deterministic else ANY_ROWS
     return RowTile(4, 4) if dtype == torch.float32 else RowTile(2, 1)
 
 
@@ -101,7 +109,22 @@ def share_of(size: int, group: Group, what: str) -> int:
     return size // group.size
 
 
-class Linear(nn.Module):
+class Products(nn.Module):
+    """A layer of products."""
+
+    call_rows: int = 0
+    """Rows of each of its products, or a kernel that keeps a row's bits for any number of rows; 0:
+    whatever is fastest for the rows there are."""
+
+
+def fix_rows(network: nn.Module, rows: int) -> None:
+    """Set `call_rows` of every layer in `network`."""
+    for part in network.modules():
+        if isinstance(part, Products):
+            part.call_rows = rows
+
+
+class Linear(Products):
     """`y[T, out] = x[T, in] @ weight.T (+ bias)`, rows stacked from the named parts.
 
     `parts` maps a checkpoint name (without `.weight`) to its number of rows, in row order. Every
@@ -118,10 +141,17 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in] -> [..., out]`."""
+        return in_calls(x, self.call_rows, self.product)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """`forward` in one call, of this rank alone."""
         return skinny.linear(x, self.weight, self.bias, self.counters)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in] -> [..., out / 2]`: `silu(gate) * up` of outputs that are gates first."""
+        return in_calls(x, self.call_rows, self._gated)
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
         return skinny.gated_linear(x, self.weight, self.bias, self.counters)
 
     def normed(
@@ -179,13 +209,19 @@ class RowParallel(Linear):
         """`[..., in / ranks] -> [..., out]`."""
         if self.group.size == 1:
             return super().forward(x)
-        y = self.group.all_reduce(skinny.linear(x, self.weight, None, self.counters))
+        y = self.group.all_reduce(self._share(x))
         return y if self.bias is None else y + self.bias
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in / ranks] -> [..., out]`: this rank's term of the sum; without bias."""
         assert self.bias is None, "a bias belongs to the whole sum"
-        return skinny.linear(x, self.weight, None, self.counters)
+        return self._share(x)
+
+    def _share(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's term, without bias."""
+        return in_calls(
+            x, self.call_rows, lambda part: skinny.linear(part, self.weight, None, self.counters)
+        )
 
     def places(self) -> Places:
         """Checkpoint tensor name -> the place of this rank's share."""

@@ -20,11 +20,20 @@ from eyas.distributed.group import SOLO, Group
 from eyas.kernels.absorb import head_product
 from eyas.kernels.norm import Norm, rms_norm_first
 from eyas.layers.basic import RMSNorm
-from eyas.layers.linear import ColumnParallel, Linear, Place, Places, RowParallel, share_of, whole
+from eyas.layers.linear import (
+    ColumnParallel,
+    Linear,
+    Place,
+    Places,
+    Products,
+    RowParallel,
+    share_of,
+    whole,
+)
 from eyas.model_config import MLAConfig
 
 
-class MLA(nn.Module):
+class MLA(Products):
     """Latent attention; ranks share heads, and each holds the whole way down to the latents."""
 
     def __init__(
@@ -74,7 +83,7 @@ class MLA(nn.Module):
         if self.q_up is not None and self.q_norm is not None:
             q, _ = self.q_up.normed(q, self.q_norm.of(None))
         q, k, v = self._absorb(q.unflatten(-1, (self.num_heads, -1)), kept)
-        return self.o(self._values(attend(self.layer, q, k, v, rope)))
+        return self.o(self.values(attend(self.layer, q, k, v, rope)))
 
     def _absorb(
         self, q: torch.Tensor, kept: torch.Tensor
@@ -86,13 +95,18 @@ class MLA(nn.Module):
         mla = self.mla
         plain, turned = q.split((mla.nope_dim, mla.rope_dim), dim=-1)
         key = rms_norm_first(kept, self.kv_norm.weight, self.kv_norm.eps)[:, None]
-        queries = head_product(plain, self.kv_up[:, : mla.nope_dim], turned)
-        return queries, key, key[..., : mla.kv_lora_rank]
+        return self.keys(plain, turned), key, key[..., : mla.kv_lora_rank]
 
-    def _values(self, out: torch.Tensor) -> torch.Tensor:
+    def keys(self, q: torch.Tensor, turned: torch.Tensor | None = None) -> torch.Tensor:
+        """Queries [T, H, nope] as they meet latents, with `turned` [T, H, rope] behind them."""
+        made = self.kv_up[:, : self.mla.nope_dim]
+        return head_product(q, made, turned, fixed=self.call_rows > 0)
+
+    def values(self, out: torch.Tensor) -> torch.Tensor:
         """Heads' values [T, H * value_dim] of what attention gave, [T, H * latent]."""
         heads = out.unflatten(-1, (self.num_heads, -1))
-        return head_product(heads, self.kv_up[:, self.mla.nope_dim :].mT).flatten(1)
+        made = self.kv_up[:, self.mla.nope_dim :].mT
+        return head_product(heads, made, fixed=self.call_rows > 0).flatten(1)
 
     def places(self) -> Places:
         """Checkpoint tensor name -> the place of this rank's share; rotary rows half-split."""

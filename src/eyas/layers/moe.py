@@ -20,7 +20,7 @@ from eyas.kernels.norm import Norm
 from eyas.kernels.router import Chosen, router, router_reference
 from eyas.kernels.skinny import Counters
 from eyas.layers.basic import GatedMLP
-from eyas.layers.linear import Place, Places, pad_rows, row_tile, share_of, whole
+from eyas.layers.linear import Place, Places, Products, pad_rows, row_tile, share_of, whole
 from eyas.model_config import MoEConfig
 
 
@@ -64,7 +64,7 @@ class Router(nn.Module):
         return places
 
 
-class Experts(nn.Module):
+class Experts(Products):
     """The routed experts' weights, stacked; of each expert this rank's share."""
 
     def __init__(self, config: MoEConfig, hidden: int, prefix: str, group: Group = SOLO) -> None:
@@ -80,7 +80,8 @@ class Experts(nn.Module):
         """`[T, H] -> [T, H]`: this rank's part of the experts' weighted sum, and of `shared`."""
         stacked = (self.gate_up, self.down)
         ids, weights, lists = chosen
-        return experts(x, ids, weights, *stacked, shared=shared, lists=lists)
+        rows = self.call_rows
+        return experts(x, ids, weights, *stacked, shared=shared, lists=lists, fixed_rows=rows)
 
     def places(self) -> Places:
         """Checkpoint tensor name -> the place of this rank's share."""

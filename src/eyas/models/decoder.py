@@ -24,6 +24,7 @@ from eyas.layers.linear import (
     Embedding,
     Places,
     RowTile,
+    fix_rows,
     pad_rows,
     whole,
 )
@@ -101,7 +102,10 @@ class Decoder(nn.Module):
         self, config: ModelConfig, row_tile: RowTile = ANY_ROWS, group: Group = SOLO
     ) -> None:
         super().__init__()
-        self.config, self.row_tile, self.group = config, row_tile, group
+        self.config, self.group = config, group
+        if row_tile.call and config.moe is not None:  # padded rows would wake experts
+            row_tile = RowTile(call=row_tile.call)
+        self.row_tile = row_tile
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embed = Embedding(vocab, hidden, group)
         self.blocks = nn.ModuleList(Block(config, i, group) for i in range(config.num_layers))
@@ -110,6 +114,7 @@ class Decoder(nn.Module):
         self.head = ColumnParallel({f"{config.prefix}lm_head": vocab}, hidden, group=group)
         if config.tie_word_embeddings:
             self.head.weight = self.embed.weight
+        fix_rows(self, row_tile.call)
 
     def forward(
         self,

@@ -25,10 +25,15 @@ Network = TypeVar("Network", Decoder, Eagle3)
 
 
 def dummy_target(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group = SOLO
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group = SOLO,
+    deterministic: bool = False,
 ) -> Decoder:
     """A target of `config`, this rank's share, with the same values for the same rank."""
-    return _filled(Decoder(config, row_tile(device, dtype), group), dtype, device, group.rank)
+    tile = row_tile(device, dtype, deterministic)
+    return _filled(Decoder(config, tile, group), dtype, device, group.rank)
 
 
 def dummy_drafter_config(target: ModelConfig) -> DrafterConfig:

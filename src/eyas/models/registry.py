@@ -123,15 +123,20 @@ def fill(places: Places, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def load_target(
-    folder: Path, dtype: torch.dtype, device: torch.device, group: Group = SOLO
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group = SOLO,
+    deterministic: bool = False,
 ) -> Decoder:
     """The target in checkpoint `folder`, weights in `dtype` on `device`, without gradients.
 
-    With tensor parallelism this rank's share of it. Quantised weights are dequantised.
+    With tensor parallelism this rank's share of it. Quantised weights are dequantised. See
+    `row_tile` for `deterministic`.
     Raises `CheckpointError` as `model_config`, `checkpoint.tensor_stream` and `fill` do.
     """
     raw = read_config(folder)
-    model = Decoder(model_config(raw), row_tile(device, dtype), group)
+    model = Decoder(model_config(raw), row_tile(device, dtype, deterministic), group)
     allocate(model, dtype, device)
     fill_target(model, raw, tensor_stream(folder))
     settle(model)

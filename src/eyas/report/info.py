@@ -119,6 +119,7 @@ class Inquiry:
             drafter=place,
             dtype=resolve_dtype(self.config.dtype, device),
             options=self.options,
+            deterministic=self.config.deterministic == "on",
         )
         wanted = self.config.tp > 1 and not self.refusals
         group = self._attempt(lambda: ranks(source, self.config)) if wanted else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from eyas.attention import PagedAttention, paged_attention
+from eyas.attention import PagedAttention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
 from eyas.kernels.rows import take_rows
@@ -34,19 +34,20 @@ class Eagle3Drafter:
         network: Eagle3,
         target: Decoder,
         pool: KVPool,
+        attention: PagedAttention,
         speculation: SpeculationConfig,
         num_slots: int,
         quick: Eagle3 | None = None,
     ) -> None:
         """`target` lends its embedding, head and last norm where the network has none of its own.
 
+        `attention` is over `pool`.
         `quick` is the network with rounded weights: it takes the place of `network` in passes of
         few draft rows. KV of committed tokens always comes from `network`.
         """
         self.network, self.target, self.pool, self.quick = network, target, pool, quick
         self.embedding = target.embed if network.embed is None else network.embed
-        self.attention: PagedAttention = paged_attention(pool)
-        self.needs_bound = self.attention.needs_bound
+        self.attention, self.needs_bound = attention, attention.needs_bound
         self.aux_layers = network.config.aux_layers
         self.aux_size = len(self.aux_layers) * network.config.target_hidden_size
         weight = target.embed.weight

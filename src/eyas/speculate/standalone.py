@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from eyas.attention import PagedAttention, paged_attention
+from eyas.attention import PagedAttention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
 from eyas.kernels.rows import take_rows
@@ -37,13 +37,15 @@ class StandaloneDrafter:
         model: Decoder,
         vocab_size: int,
         pool: KVPool,
+        attention: PagedAttention,
         speculation: SpeculationConfig,
         num_slots: int,
     ) -> None:
-        """`vocab_size` is the target's; `pool` has the model's shape and the target's pages."""
+        """`vocab_size` is the target's; `pool` has the model's shape and the target's pages, and
+        `attention` is over it.
+        """
         self.model, self.pool = model, pool
-        self.attention: PagedAttention = paged_attention(pool)
-        self.needs_bound = self.attention.needs_bound
+        self.attention, self.needs_bound = attention, attention.needs_bound
         weight = model.embed.weight
         self._last_token = model.config.vocab_size - 1
         self._shared = min(vocab_size, model.config.vocab_size)
