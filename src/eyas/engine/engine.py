@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.progress import Progress
 
 from eyas.checkpoint import read_config, resolve
@@ -92,6 +93,8 @@ class Engine:
         )
         self.scheduler = Scheduler(self.config, self.speculation, PageAllocator(num_pages))
         self.runner.warm_up(progress)
+        if warning := self.runner.row_check.warning(self.config.deterministic):
+            Console(stderr=True, soft_wrap=True).print(f"warning: {warning}", style="yellow")
         on_gpu = self.runner.device.type == "cuda"
         self.overlap = on_gpu if self.config.overlap == "auto" else self.config.overlap == "on"
         self._underway: Underway | None = None

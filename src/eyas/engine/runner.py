@@ -13,6 +13,7 @@ from eyas.config import EngineConfig, SpeculationConfig, require
 from eyas.engine.cycle import Parts, cycle, prefill
 from eyas.engine.drafters import Network, make_drafter
 from eyas.engine.graphs import CycleGraphs, GraphKey, Reason
+from eyas.engine.row_check import RowCheck, check_start
 from eyas.engine.state import DeviceState, upload
 from eyas.engine.watching import RankNotes
 from eyas.kv.pool import KVPool
@@ -71,9 +72,11 @@ class Runner:
         )
         self.graphs = CycleGraphs(self.parts, config, speculation)
         self._loaded: dict[GraphKey, tuple[int, ...]] = {}
+        self.row_check = RowCheck(skipped="not warmed up")
 
     def warm_up(self, progress: bool = False) -> None:
-        """Capture what can be captured before the first request."""
+        """Try whether rows are independent, and capture what can be, before the first request."""
+        self.row_check = check_start(self.parts.target, self.graphs.config, self.graphs.speculation)
         self.graphs.capture_all(progress)
 
     def rehearse(self, graph: GraphKey, spans: Spans) -> None:

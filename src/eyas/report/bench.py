@@ -86,8 +86,11 @@ def bench(
     }
     dtype = str(llm.target.embed.weight.dtype).removeprefix("torch.")
     record["simulated"] = engine.config.simulated
+    record["row_check"] = engine.runner.row_check.record()
     record["seeds"] = seeds
     record["provenance"] = fingerprint() | {"device": str(engine.runner.device), "dtype": dtype}
+    dependent = [str(one) for one in engine.runner.row_check.dependent]
+    record["provenance"]["rows depend on each other in"] = dependent
     record["provenance"]["ranks"] = llm.ranks.record() if llm.ranks else None
     return stamped("bench", record)
 

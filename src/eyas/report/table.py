@@ -112,12 +112,27 @@ def _closing(record: dict[str, Any]) -> list[Text]:
                 f"of drafts without noise {_number(other['accept_length'], 2)}"
             )
         )
+    texts += _row_check(record.get("row_check", {}))
     if record["tokens_equal"]:
         texts.append(Text("texts: equal token by token in every pair", style="bold green"))
     else:
         count = len(record["differing_pairs"])
         texts.append(Text(f"texts: {count} pairs DIFFER, which is a defect", style="bold red"))
     return texts
+
+
+def _row_check(check: dict[str, Any]) -> list[Text]:
+    """What was found at start of rows that depend on each other."""
+    if not check.get("counts"):
+        return []
+    found, counts = check["dependent"], check["counts"]
+    text = Text(
+        f"rows of {check['products']} kinds of products, {counts[0]} to {counts[-1]} rows a pass: "
+        + ("independent of each other" if not found else "")
+    )
+    for one in found:
+        text.append(f"{one['name']} depends on others from {one['rows']} rows on; ", style="yellow")
+    return [text.append(f" (tried in {check['seconds']:.2f} s)", style="dim")]
 
 
 def _number(value: float | None, digits: int) -> str:
