@@ -30,6 +30,7 @@ from eyas.distributed.group import Group
 from eyas.engine.cycle import Parts, cycle, prefill
 from eyas.errors import CheckpointError
 from eyas.kernels.experts import ROW_TILE
+from eyas.kernels.router import Chosen
 from eyas.kv.pool import KVPool
 from eyas.layers.moe import Experts
 from eyas.layers.rotary import Rotary
@@ -216,12 +217,12 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
     return tuple((name, parameter.shape) for name, parameter in block.named_parameters())
 
 
-def _experts(module: Experts, x: torch.Tensor, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _experts(module: Experts, x: torch.Tensor, chosen: Chosen, *rest: Any) -> torch.Tensor:
     """What `kernels.experts` allocates on a CPU for the pairs of rows and experts, in their tiles.
 
     On a GPU it is nearly the same without the tiles.
     """
-    pairs, (num_experts, hidden, size) = ids.numel(), module.down.shape
+    pairs, (num_experts, hidden, size) = chosen.ids.numel(), module.down.shape
     rows = pairs + (ROW_TILE - 1) * min(num_experts, pairs)
     widths = (hidden, 2 * size, hidden, size)
     alive = [x.new_empty(rows, width) for width in widths]

@@ -18,11 +18,12 @@ import torch
 
 from eyas.config import EngineConfig, SpeculationConfig
 from eyas.engine.graphs import buckets
-from eyas.kernels import skinny
+from eyas.kernels.calls import in_calls
 from eyas.kernels.experts_triton import Shared
+from eyas.kernels.router import Chosen
 from eyas.layers.linear import Linear
 from eyas.layers.mla import MLA
-from eyas.layers.moe import RoutedMLP, Router
+from eyas.layers.moe import RoutedMLP
 from eyas.models.decoder import Decoder
 
 MOST_ROWS = 256
@@ -131,7 +132,7 @@ def products(target: Decoder, rows: int) -> Iterator[Product]:
     generator = torch.Generator(target.embed.weight.device).manual_seed(0)
     seen: set[tuple[Any, ...]] = set()
     for module in target.modules():
-        if not isinstance(module, (Linear, Router, RoutedMLP, MLA)):
+        if not isinstance(module, (Linear, RoutedMLP, MLA)):
             continue
         weights = [(tuple(p.shape), p.dtype) for _, p in sorted(module.named_parameters())]
         key = (type(module) is RoutedMLP, isinstance(module, MLA), *weights)
@@ -141,7 +142,7 @@ def products(target: Decoder, rows: int) -> Iterator[Product]:
 
 
 def _of(
-    module: Linear | Router | RoutedMLP | MLA, rows: int, generator: torch.Generator
+    module: Linear | RoutedMLP | MLA, rows: int, generator: torch.Generator
 ) -> Iterator[Product]:
     """The products of one layer; those of layers inside it come by themselves."""
 
@@ -153,28 +154,32 @@ def _of(
         case Linear(weight=weight):
             name = "+".join(part.rpartition(".")[2] for part in module.parts)
 
-            def linear(x: torch.Tensor, _: slice) -> torch.Tensor:
-                rest = (module.bias, module.counters, module.call_rows)
-                return skinny.linear(x, module.weight, *rest)
-
-            yield _product(name, weight, drawn(weight, weight.shape[1]), linear)
-        case Router(weight=weight):
+            x = drawn(weight, weight.shape[1])
             yield _product(
-                "router", weight, drawn(weight, weight.shape[1]), lambda x, _: module.logits(x)
+                name, weight, x, lambda x, _: in_calls(x, module.call_rows, module.product)
             )
         case RoutedMLP(experts=experts, shared=mlp):
             x = drawn(experts.down, experts.down.shape[1])
-            ids, scores = module.router(x)
+            yield _product("router", module.router.weight, x, lambda x, _: _told(module.router(x)))
+            ids, scores, _ = module.router(x)
             shared = None if mlp is None else Shared(mlp.gate_up.weight, mlp.down.weight)
             yield _product(
-                "experts", experts.gate_up, x, lambda x, r: experts(x, ids[r], scores[r], shared)
+                "experts",
+                experts.gate_up,
+                x,
+                lambda x, r: experts(x, Chosen(ids[r], scores[r]), shared),
             )
         case MLA(kv_up=weight):
             heads, _, latent = weight.shape
             x = drawn(weight, heads, module.mla.nope_dim)
             yield _product("kv_b_proj in queries", weight, x, lambda x, _: module.keys(x))
-            x = drawn(weight, heads, latent)
+            x = drawn(weight, heads * latent)
             yield _product("kv_b_proj in results", weight, x, lambda x, _: module.values(x))
+
+
+def _told(chosen: Chosen) -> torch.Tensor:
+    """float32[T, 2 * K]: experts' numbers and weights."""
+    return torch.cat((chosen.ids.float(), chosen.weights), dim=1)
 
 
 def _product(
