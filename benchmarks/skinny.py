@@ -1,9 +1,9 @@
 """Times linear layers of few rows on a GPU: cuBLAS against the kernel of `eyas.kernels.skinny`.
 
 Every layer runs in a CUDA graph over as many copies of its weight as the L2 cache cannot hold. A
-weight's plans are compared at four rows; the best one is then timed at 1 to 128 rows, and with parts
-of its weight asked ahead of its turn. Each plan is checked first: against float32, each row alone
-against the row among others, and one run against the next. A figure is the median of repeats.
+weight's plans are compared at four rows; the best one is then timed at 1 to 128 rows, and with
+parts of its weight asked ahead of its turn. Each plan is checked first: against float32, each row
+alone against the row among others, and one run against the next. A figure is the median of repeats.
 
     python benchmarks/skinny.py --json skinny.json
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.batch import ForwardBatch
-from eyas.kernels.lang import take_turn, tl, triton, turns
+from eyas.kernels.lang import prefetch, take_turn, tl, triton, turns
 from eyas.model_config import AttentionShape
 
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -160,6 +160,22 @@ def keep_rows(  # type: ignore[no-untyped-def]
         _put(k_ptr, kb, flat, used, WIDE, DIM, DIM)
     if not LATENT:
         _put(v_ptr, v, flat, used, 0, WIDE, WIDE)
+
+
+@triton.jit
+def ask_rows(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, table_ptr, kv, most, table_width,
+    DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, BYTES: tl.constexpr,
+    LATENT: tl.constexpr,
+):  # fmt: skip
+    """Bring the keys and values at the places `kv`, short of `most`, into the L2 cache."""
+    kv = tl.maximum(tl.minimum(kv, most - 1), 0)
+    page = tl.load(table_ptr + tl.minimum(kv // PAGE, table_width - 1))
+    flat = page.to(tl.int64) * PAGE + kv % PAGE
+    if DIM * BYTES % 16 == 0:
+        prefetch((k_ptr + flat * DIM).to(tl.int64), DIM * BYTES)
+    if (not LATENT) & (WIDE * BYTES % 16 == 0):
+        prefetch((v_ptr + flat * WIDE).to(tl.int64), WIDE * BYTES)
 
 
 @triton.jit(do_not_specialize=PASS_VALUES)

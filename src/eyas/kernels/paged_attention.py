@@ -23,12 +23,13 @@ from eyas.kernels.kv_write import (
     PASS_VALUES,
     Layout,
     Rope,
+    ask_rows,
     head_rows,
     keep_rows,
     new_rows,
     rope_arguments,
 )
-from eyas.kernels.lang import prefetch, take_turn, tl, triton, turns
+from eyas.kernels.lang import take_turn, tl, triton, turns
 from eyas.kernels.splits import (
     FLOOR,
     SPARE,
@@ -97,22 +98,6 @@ def _queries(  # type: ignore[no-untyped-def]
             q_ptr, cos_ptr, sin_ptr, start, node, used, rope_stride, WIDE, SIZE_B, DIM, DIM, ROPE
         )
     return tl.trans(qa.to(kind)), tl.trans(qb.to(kind))
-
-
-@triton.jit
-def _ask(  # type: ignore[no-untyped-def]
-    k_ptr, v_ptr, table_ptr, kv, most, table_width,
-    DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, BYTES: tl.constexpr,
-    LATENT: tl.constexpr,
-):  # fmt: skip
-    """Bring the keys and values at the places `kv`, short of `most`, into the L2 cache."""
-    kv = tl.maximum(tl.minimum(kv, most - 1), 0)
-    page = tl.load(table_ptr + tl.minimum(kv // PAGE, table_width - 1))
-    flat = page.to(tl.int64) * PAGE + kv % PAGE
-    if DIM * BYTES % 16 == 0:
-        prefetch((k_ptr + flat * DIM).to(tl.int64), DIM * BYTES)
-    if (not LATENT) & (WIDE * BYTES % 16 == 0):
-        prefetch((v_ptr + flat * WIDE).to(tl.int64), WIDE * BYTES)
 
 
 @triton.jit
@@ -227,7 +212,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     if (
         EARLY
     ):  # lengths, pages and committed keys were there before the launch that this one follows
-        _ask(
+        ask_rows(
             k_ptr, v_ptr, table_ptr, lo + tl.arange(0, BLOCK), tl.minimum(hi, prefix), table_width,
             DIM, WIDE, PAGE, kind.primitive_bitwidth // 8, LATENT,
         )  # fmt: skip
