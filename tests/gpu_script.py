@@ -58,6 +58,8 @@ FEW: tuple[tuple[str, str, Any], ...] = (
     ("host", "STEPS", 3),
     ("modes", "STEPS", 2),
     ("modes", "CONTEXTS", (20, 40)),
+    ("deterministic", "STEPS", 2),
+    ("deterministic", "POINTS", (("decode", 20), ("K=3", 20), ("tree 5-4-16", 40))),
     ("ranks", "STEPS", 2),
     ("ranks", "WATCHED", 1),
 )

@@ -107,7 +107,8 @@ def test_rows_of_cycles_bear_the_names_of_goals(
     monkeypatch.setattr(start, "probe", lambda *_: {"start to first token": 1.0, "import": 0.5})
     file, names = tiny / "gpu.json", set()
     runs = ["decode", "K=3", "K=7", "tree 5-4-16", "K=3 8-bit"]
-    parts = ["cycles", "waits", "host", "batches", "capture", "modes", "start", "attention"]
+    parts = ["cycles", "waits", "host", "batches", "capture", "modes", "deterministic", "start"]
+    parts.append("attention")
     for flags in (
         ["--shapes", SHAPES[0], "--runs", *runs, "--parts", *parts],
         ["--shapes", *SHAPES[1:], "--runs", *runs[:2], "--parts", "cycles"],
@@ -122,6 +123,7 @@ def test_rows_of_cycles_bear_the_names_of_goals(
         assert set(written["skipped"]) == {"verify attention"} & set(written["seconds"])
     assert set(part("goals").GOALS) <= names
     assert "llama-3.1-8b K=3 B=32 host: plan" in names
+    assert "llama-3.1-8b verify(4) B=1 C=20 deterministic on / auto" in names
     assert "llama-3.1-8b verify(4) B=1 C=40 as prefill / as decode" in names
     assert "llama-3.1-8b decode B=41, 40 captured / B=40" in names
 

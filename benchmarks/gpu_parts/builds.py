@@ -37,18 +37,26 @@ class Builds:
     device: str = "cuda"
     build_seconds: float = 0.0
     """Of the latest networks."""
-    _shape: str = ""
+    _shape: tuple[str, bool] | None = None
     _llm: LLM | None = None
     _engines: dict[tuple[SpeculationConfig, EngineConfig], Engine] = field(default_factory=dict)
 
-    def llm(self, shape: str) -> LLM:
-        """The networks of `shape`: the name of a config in the package, or a folder."""
-        if self._llm is None or self._shape != shape:
+    def llm(self, shape: str, fixed: bool = False) -> LLM:
+        """The networks of `shape`: the name of a config in the package, or a folder.
+
+        `fixed`: built so that no row depends on others.
+        """
+        if self._llm is None or self._shape != (shape, fixed):
             self.free()
             start = perf_counter()
-            config = self.config(1, disable_cuda_graph=True, context_length=64)
-            self._llm = LLM(model_of(shape), speculation=SPECS["K=3"], config=config)
-            self._shape, self.build_seconds = shape, perf_counter() - start
+            rows = "on" if fixed else "auto"
+            few = {"disable_cuda_graph": True, "context_length": 64, "chunked_prefill_size": 64}
+            self._llm = LLM(
+                model_of(shape),
+                speculation=SPECS["K=3"],
+                config=self.config(1, deterministic=rows, **few),
+            )
+            self._shape, self.build_seconds = (shape, fixed), perf_counter() - start
         return self._llm
 
     def target(self, shape: str) -> ModelConfig:
@@ -68,7 +76,7 @@ class Builds:
 
     def engine(self, shape: str, spec: SpeculationConfig, config: EngineConfig) -> Engine:
         """An engine that runs `spec`; captured now if nobody asked for it before."""
-        llm = self.llm(shape)
+        llm = self.llm(shape, config.deterministic == "on")
         key = (spec, config)
         if key not in self._engines:
             release()
@@ -82,7 +90,7 @@ class Builds:
 
     def free(self) -> None:
         """Give everything back."""
-        self._llm, self._shape = None, ""
+        self._llm = self._shape = None
         self.drop_engines()
 
 

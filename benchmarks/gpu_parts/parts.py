@@ -9,6 +9,7 @@ from functools import partial
 from gpu_parts import cycles, host, real
 from gpu_parts.attention_part import verify_attention
 from gpu_parts.builds import SPECS, Builds
+from gpu_parts.deterministic import SETTINGS, deterministic
 from gpu_parts.goals import Row
 from gpu_parts.modes import modes
 from gpu_parts.ranks import ranks, same_texts
@@ -106,6 +107,12 @@ def _modes(shape: str, options: Options) -> Iterator[tuple[str, float, Take]]:
     yield f"{shape} attention modes", 45, partial(modes, shape)
 
 
+def _deterministic(shape: str, options: Options) -> Iterator[tuple[str, float, Take]]:
+    for setting in SETTINGS:
+        name = f"{shape} deterministic {setting}"
+        yield name, 45, partial(deterministic, shape, setting)
+
+
 def _tp(shape: str, options: Options) -> Iterator[tuple[str, float, Take]]:
     yield f"{shape} tp={options.tp}", 120, partial(ranks, shape, options.tp)
 
@@ -125,6 +132,7 @@ PARTS = {
     "attention": Part(help="verify attention at contexts of 1k to 128k", alone=_attention),
     "real": Part(help="real weights: tokens/s, accept length, 8-bit drafter", alone=_real),
     "modes": Part(help="verify that attends as decode, or as prefill", of_shape=_modes),
+    "deterministic": Part(help="the price of independent rows", of_shape=_deterministic),
     "tp": Part(help="ranks on several GPUs", of_shape=_tp, alone=_tp_texts),
 }
 
