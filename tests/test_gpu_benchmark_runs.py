@@ -38,7 +38,7 @@ def test_a_process_tells_its_start(tiny: Path) -> None:
     found = part("start").probe(str(tiny / SHAPES[0]), "cpu")
     whole = found.pop("start to first token")
     assert whole == pytest.approx(sum(found.values()))
-    assert set(found) == {"import", "build", "capture", "first prefill"}
+    assert set(found) == {"import", "build", "trial of rows", "capture", "first prefill"}
     assert all(seconds >= 0 for seconds in found.values())
 
 

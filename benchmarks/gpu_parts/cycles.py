@@ -98,8 +98,10 @@ def _graph_rows(
 
 
 def graph_rows(label: str, engine: Engine) -> Iterator[Row]:
-    """What an engine's captures took."""
-    graphs = engine.runner.graphs
+    """What an engine's captures took, and its trial of rows at the start."""
+    graphs, tried = engine.runner.graphs, engine.runner.row_check
+    yield row(f"{label}: trial of rows", tried.seconds, "s")
+    yield row(f"{label}: products whose rows depend on each other", len(tried.dependent), "")
     yield row(f"{label}: capture", graphs.capture_seconds, "s")
     yield row(f"{label}: graph memory", graphs.capture_bytes / 2**20, "MiB")
 
