@@ -212,6 +212,56 @@ def _by_context(record: Record) -> Html | None:
     )
 
 
+def _cells(record: Record) -> Html | None:
+    """What each stage does for each component, and what that must take."""
+    rows = record.get("cells")
+    if not rows:
+        return None
+    cells = [
+        [
+            row["stage"],
+            row["component"],
+            f"{row['ms']:.3f}",
+            _plain(row["launches"], 0),
+            _plain(None if row["gb"] is None else 1e3 * row["gb"], 1),
+            _plain(row["gflop"]),
+            _plain(row["floor_ms"], 3),
+            _plain(row["over_floor"], 1),
+        ]
+        for row in sorted(rows, key=lambda row: -row["ms"])
+    ]
+    head = ("stage", "component", "ms", "launches", "MB", "GFLOP", "floor, ms", "times")
+    return table(head, cells, words=2)
+
+
+def _by_batch(record: Record) -> Html | None:
+    rows = record.get("by_batch") or []
+    if len(rows) < 2:
+        return None
+    drawn = [
+        Bar(
+            name=f"{row['batch']} together",
+            parts=[(colour("verify"), float(row["tok_per_s"]))],
+            text=f"{row['tok_per_s']:.1f} tok/s, cycle {row['cycle_ms']:.2f} ms, "
+            f"{row['accept_length']:.2f} tokens",
+        )
+        for row in rows
+    ]
+    return bars(drawn)
+
+
+def _lesson(record: Record) -> Html | None:
+    found = record.get("lesson")
+    if not found:
+        return None
+    rows = []
+    for name, one in found["stages"].items():
+        for clock, key in (("a host clock", "host_ms"), ("the truth", "true_ms")):
+            part = [(colour(name) if key == "true_ms" else "other", one[key])]
+            rows.append(Bar(name=f"{name}, {clock}", parts=part, text=f"{one[key]:.3f} ms"))
+    return joined(tag("p", found["words"]), bars(rows))
+
+
 def _what_if(record: Record) -> Html | None:
     rows = record.get("rows")
     if not rows:
@@ -324,12 +374,15 @@ SECTIONS: tuple[tuple[str, str, Callable[[Record], Html | None]], ...] = (
     ("rates", "Plain decoding and speculation", _rates),
     ("timeline", "One cycle by stream", _timeline),
     ("components", "Milliseconds a cycle by component", _components),
+    ("cells", "Stages by component against their floors", _cells),
     ("stages", "Stages of a cycle", _stages),
     ("verify", "Where verify takes more than decode", _against),
     ("idle", "Idle time by cause", _idle),
     ("ranks", "Collectives by rank", _ranks),
     ("acceptance", "Acceptance by position", _acceptance),
     ("context", "Tokens a second by context", _by_context),
+    ("batch", "Tokens a second by requests together", _by_batch),
+    ("lesson", "What a host clock would have said", _lesson),
     ("what-if", "What if", _what_if),
     ("kernels", "Kernels by time", _kernels),
     ("unknown", "Kernels that no rule knows", _unknown),
