@@ -77,9 +77,9 @@ def take_apart(
     if key is None:
         labels, cycles = None, _eager_cycles(traces[0])
     else:
-        labels, cycles = rehearsed(engine.runner, key, folder), _replays(traces[0])
+        labels, cycles = rehearsed(engine.runner, key, folder), replays(traces[0])
     code, stage, told = labelled(traces[0], cycles, labels, single)
-    values = _values(timed, traces[0], code, stage, cycles, single)
+    values = values_of(timed, traces[0], code, stage, cycles, single)
     values |= {
         "classified_fraction": told,
         "ranks": _ranks(traces, code, stage, cycles, values),
@@ -91,7 +91,7 @@ def take_apart(
         "profiled_overhead": profiled_ms / values["cycle_ms"] - 1,
         "labels": "an eager run of what was captured" if labels else "the profiled cycles' ranges",
     }
-    return timed.quiet, values, _launches(code, stage, cycles)
+    return timed.quiet, values, cell_counts(code, stage, cycles)
 
 
 def sample(workload: Workload, count: int) -> Timed:
@@ -177,7 +177,7 @@ def _in_ranges(workload: Workload, size: int) -> list[float]:
             runner.spans = NoSpans()
 
 
-def _replays(trace: Trace) -> Cycles:
+def replays(trace: Trace) -> Cycles:
     """Cycles from one graph launch to the next; steady are those with as many kernels as most."""
     work, calls = trace.work, trace.calls
     inside = np.flatnonzero(work.call >= 0)
@@ -202,7 +202,7 @@ def _cut(cuts: Ints, found_by: str) -> Cycles:
     return Cycles(found_by=found_by, cuts=cuts, steady=steady, stalls=0)
 
 
-def _values(
+def values_of(
     timed: Timed, trace: Trace, code: Ints, stage: Ints, cycles: Cycles, single: bool
 ) -> dict[str, Any]:
     """The cycle: its time unwatched, stages by marks, kernels by the profiler."""
@@ -279,7 +279,7 @@ def _gaps(
     return sorted((g for g in found if g["ms"] > 0), key=lambda g: -g["ms"])
 
 
-def _launches(code: Ints, stage: Ints, cycles: Cycles) -> dict[tuple[str, str], float]:
+def cell_counts(code: Ints, stage: Ints, cycles: Cycles) -> dict[tuple[str, str], float]:
     """Kernels a cycle by stage and component."""
     count, found = int(cycles.steady.sum()), Counter[tuple[str, str]]()
     for i in np.flatnonzero(cycles.steady):
@@ -297,7 +297,7 @@ def _ranks(
     own = {"rank": 0, "timeline": timeline(traces[0], code, stage, cycles)}
     found = [own | {key: values[key] for key in keys}]
     for rank, trace in enumerate(traces[1:], 1):
-        parts, cuts = components(trace)[0], _replays(trace)
+        parts, cuts = components(trace)[0], replays(trace)
         if not cuts.steady.any():
             continue
         nothing = np.full(len(parts), -1, dtype=np.int64)
@@ -310,4 +310,4 @@ def _ranks(
 def _shared(traces: Sequence[Trace]) -> dict[str, Any] | None:
     """Transfer and waiting in collectives."""
     codes = [components(trace)[0] for trace in traces]
-    return collectives(traces, codes, [_replays(trace) for trace in traces])
+    return collectives(traces, codes, [replays(trace) for trace in traces])

@@ -12,8 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import Any, TypeVar
+
+import numpy as np
 
 from eyas.engine.engine import Engine
 from eyas.report.components import DECODE, DEVICE, HOST, IDLE, STAGES, VERIFY
@@ -27,7 +28,9 @@ BLOCK = 2
 QUIET = 0.05, 0.45
 """The share of cycles by length that means are over."""
 PRECISE, LONGEST = 0.005, 3
-"""Standard error of a mean that is small enough, as its share; times as many cycles at most."""
+"""Noise that is small enough; times as many cycles at most."""
+RESAMPLED = 100
+"""Times that cycles are drawn anew to see how much their mean varies."""
 
 
 T = TypeVar("T", Step, "Watched")
@@ -90,13 +93,23 @@ def _enough(plain: Sequence[Step], seen: Sequence[Watched], count: int) -> bool:
     fewest = min(len(plain), len(seen))
     if fewest < count or fewest >= LONGEST * count:
         return fewest >= count
-    both = [one.ms for one in quieter(plain)], [one.ms for one in quieter(seen)]
-    return all(_error(values) < PRECISE for values in both)
+    return noise(plain, seen) < PRECISE
 
 
-def _error(values: Sequence[float]) -> float:
-    """Standard error of the mean, as a share of it."""
-    return stdev(values) / fmean(values) / len(values) ** 0.5
+def noise(plain: Sequence[Step], seen: Sequence[Watched]) -> float:
+    """How far the difference of watched and unwatched cycles may be off by chance, as a share.
+
+    One standard deviation, by drawing cycles anew (Efron's bootstrap).
+    """
+    generator = np.random.default_rng(0)
+    variance = 0.0
+    for found in (plain, seen):
+        ms = np.array([one.ms for one in found])
+        drawn = np.sort(generator.choice(ms, (RESAMPLED, len(ms))), axis=1)
+        low, high = (round(share * len(ms)) for share in QUIET)
+        means = drawn[:, low:high].mean(axis=1)
+        variance += float((means.std() / means.mean()) ** 2)
+    return variance**0.5
 
 
 def quieter(found: Sequence[T]) -> list[T]:
@@ -141,6 +154,7 @@ def account(plain: Sequence[Step], seen: Sequence[Watched], single: bool) -> dic
             "watched_ms": watched_ms,
             "unwatched_ms": cycle,
             "overhead": watched_ms / cycle - 1,
+            "noise": noise(plain, seen),
             "watched_cycles": len(seen),
             "unwatched_cycles": len(plain),
         },

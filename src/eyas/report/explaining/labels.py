@@ -157,7 +157,7 @@ def _innermost(trace: Trace, prefix: str) -> Callable[[float], str]:
 def labelled(
     trace: Trace, cycles: Cycles, labels: Labels | None, single: bool
 ) -> tuple[Ints, Ints, float]:
-    """Component and stage of each kernel; and the share of device time whose place is known.
+    """Component and stage of each kernel; and the share of cycles' device time that is known.
 
     Kernels of a graph take the labels of the rehearsal's, matched in order by name.
     """
@@ -187,8 +187,9 @@ def labelled(
         known |= outside & (code != DEVICE.index(UNKNOWN))
     if single:
         stage[stage == STAGES.index(VERIFY)] = STAGES.index(DECODE)
-    total = float(work.dur.sum())
-    return code, stage, float(work.dur[known].sum()) / total if total else 1.0
+    inside = slice(int(cycles.cuts[0]), int(cycles.cuts[-1]))
+    total = float(work.dur[inside].sum())
+    return code, stage, float(work.dur[inside][known[inside]].sum()) / total
 
 
 def _matched(labels: Labels, names: list[str]) -> Ints:

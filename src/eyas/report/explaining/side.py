@@ -25,7 +25,7 @@ from eyas.report.explaining.workload import Group, Step, Workload
 from eyas.report.traces.collectives import shares
 from eyas.spans import NoSpans
 
-MOST_CYCLES, MOST_SECONDS = 240, 20.0
+MOST_CYCLES, MOST_SECONDS = 120, 8.0
 """How long a steady state is waited for."""
 COUNTED = 4
 """Cycles whose operators and experts are counted."""
