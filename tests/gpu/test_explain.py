@@ -5,7 +5,6 @@ Shapes with random weights, acceptance by decree: nothing is downloaded.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -14,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.attention.triton import TritonAttention
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig
 from eyas.engine.engine import LLM
-from eyas.engine.graphs import CycleGraphs
 from eyas.report.compare import compare
 from eyas.report.explain import explain
 from eyas.report.options import ExplainConfig
@@ -146,15 +143,12 @@ def test_verify_on_attention_without_splits_is_named() -> None:
     """Fault: verify takes prefill's attention, which walks keys in one program."""
     long = " ".join(["7"] * 1200)
     size = {"context_length": 2048}
-    before = explained(load(**size), prompt=long)
-    llm = load(**size)
-    runner = llm.engine.runner
-    attention = TritonAttention(runner.parts.pool, programs=1)
-    runner.parts = dataclasses.replace(runner.parts, attention=attention)
-    runner.graphs = CycleGraphs(runner.parts, llm.engine.config, llm.engine.speculation)
-    runner.warm_up()
-    name, words = first_cause(before, explained(llm, prompt=long))
-    assert name == "verify: attention", words
+    records = [
+        explained(load(speculation=chain(3, attention_mode=mode), **size), prompt=long)
+        for mode in ("decode", "prefill")
+    ]
+    name, words = first_cause(*records)
+    assert name in ("verify: attention", "speculation.attention_mode"), words
 
 
 def test_a_host_that_sleeps_between_draft_and_verify_is_named() -> None:

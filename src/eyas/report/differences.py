@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.report.components import ALL_REDUCE, ATTENTION, COPIES, DRAFT, EXTEND, IDLE, KV_WRITE
+from eyas.report.traces.collectives import latest
 
 ACCEPT_LENGTH = "accept length"
 WAITING = "waiting for the slowest rank"
@@ -71,8 +72,8 @@ EXPLAINS: tuple[tuple[str, Claims], ...] = (
     (r"nccl|p2p|peer|nvlink|topology|all_?reduce|gloo|infiniband|\bib\b", _all_reduce),
     (r"clock|throttl|power", _device),
     (r"^model$|dtype|quant|(^|\.)tp$|gpus?\b|\bcpu|device kind|threads", _cycle),
-    (r"draft|speculati|num_steps|topk|algorithm", _drafter),
     (r"attention", _attention),
+    (r"draft|speculati|num_steps|topk|algorithm", _drafter),
     (r"graph|alloc|overlap", _idle),
 )
 """Which parts a flag or a setting can explain, by its name; others explain nothing by themselves.
@@ -191,7 +192,8 @@ def _waiting(a: Record, b: Record) -> Iterator[Fact]:
     old, new = (max(one["waiting_ms"].values()) for one in (before, after))
     if abs(new - old) <= SHARE * float(a.get("cycle_ms") or 1.0):
         return
-    rank, share = max(after["last"].items(), key=lambda item: item[1])
+    rank = latest(after)
+    share = after["last"][rank]
     yield Fact(
         name=f"rank {rank} comes last",
         evidence=f"in {share:.0%} of collectives, others wait up to {old:.3f} -> {new:.3f} ms",

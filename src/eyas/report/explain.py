@@ -75,8 +75,7 @@ def explain(
     record["by_batch"] = by_batch([*main.workload.steps, *more])
     record |= {"flags": _flags(llm, config, params), "simulated": engine.config.simulated}
     record["provenance"] = _provenance(llm)
-    if llm.ranks:
-        record["notes"] += llm.ranks.record()["mismatches"]
+    record["mismatches"] = llm.ranks.record()["mismatches"] if llm.ranks else []
     return stamped("explain", record | {"verdict": verdict(record)})
 
 

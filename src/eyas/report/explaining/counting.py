@@ -130,13 +130,14 @@ class ExpertCounts:
 
     def _noting(self, name: str, route: Any, count: int) -> Any:
         def forward(x: torch.Tensor) -> Any:
-            ids, weights = route(x)
+            chosen = route(x)
+            ids = chosen.ids
             # padding rows are zeros, and wake no expert
             used = (x != 0).any(1, keepdim=True).float().expand_as(ids).flatten()
             hit = torch.zeros(count, device=ids.device)
             hit = hit.scatter_reduce_(0, ids.flatten(), used, "amax")
             self._new.append((name, hit.sum()))
-            return ids, weights
+            return chosen
 
         return forward
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from eyas.report.components import HOST
 from eyas.report.explaining.changes import AS_MEASURED
+from eyas.report.traces.collectives import latest
 
 NOTABLE = 0.03
 """Share of a cycle from which on a part is worth a sentence."""
@@ -13,9 +14,10 @@ BOUNDS = ("a bound, no option", "")
 
 
 def verdict(record: dict[str, Any]) -> str:
-    """Does speculation pay, what dominates, what would change it most, what is odd."""
-    sentences = [_pays(record), _dominates(record)]
-    sentences += _idle(record) + _ranks(record) + _reads(record) + _change(record)
+    """What is odd, then: does speculation pay, what dominates, what would change it most."""
+    sentences = [f"Ranks differ: {note}." for note in record["mismatches"]]
+    sentences += [*_reads(record), _pays(record), _dominates(record)]
+    sentences += _idle(record) + _ranks(record) + _change(record)
     rest = record["unexplained_fraction"]
     if abs(rest) > NOTABLE:
         sentences.append(f"{rest:+.1%} of the cycle is unexplained.")
@@ -67,10 +69,10 @@ def _ranks(record: dict[str, Any]) -> list[str]:
     if not shared:
         return []
     wait = max(shared["waiting_ms"].values())
-    rank, share = max(shared["last"].items(), key=lambda item: item[1])
+    rank = latest(shared)
     return [
         f"Collectives: {shared['transfer_ms']:.2f} ms transfer, up to {wait:.2f} ms waiting for "
-        f"the slowest rank; rank {rank} comes last in {share:.0%}."
+        f"the slowest rank; rank {rank} comes last in {shared['last'][rank]:.0%}."
     ]
 
 

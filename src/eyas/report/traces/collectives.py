@@ -8,7 +8,7 @@ the transfer, and what another rank's kernel takes longer is its wait. Clocks ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,8 @@ def collectives(
     """Transfer and waiting, in ms a cycle; None if there is one rank, or no collective.
 
     `transfer_ms` is the same for all ranks; `waiting_ms`, by rank, is spent in collectives until
-    the last rank comes. `last` counts how often each rank came last. `aligned` collectives a cycle
+    the last rank comes. `last` counts how often each rank came last, `caused_ms` for how long the
+    others waited for it then. `aligned` collectives a cycle
     could be matched between ranks; a cycle whose ranks differ in their number is left out.
     """
     if len(traces) < 2 or any(c is None for c in cycles):
@@ -49,13 +50,16 @@ def shares(tables: Sequence[Floats], ranks: Sequence[str]) -> dict[str, Any]:
     transfer = durations.min(axis=0)
     waiting = durations - transfer
     total = 1e3 * len(tables)
-    last = Counter(durations.argmin(axis=0).tolist())
+    late = durations.argmin(axis=0)
+    last = Counter(late.tolist())
+    caused = np.bincount(late, weights=waiting.max(axis=0), minlength=len(ranks))
     return {
         "aligned": durations.shape[1] / len(tables),
         "cycles": len(tables),
         "transfer_ms": float(transfer.sum()) / total,
         "waiting_ms": {r: float(w.sum()) / total for r, w in zip(ranks, waiting, strict=True)},
         "last": {r: last.get(i, 0) / durations.shape[1] for i, r in enumerate(ranks)},
+        "caused_ms": {r: float(ms) / total for r, ms in zip(ranks, caused, strict=True)},
         "median_us": float(np.median(transfer)),
     }
 
@@ -64,3 +68,9 @@ def _of_cycle(trace: Trace, code: Ints, cycles: Cycles, k: int) -> Floats:
     """us of each collective of cycle `k`, counted from the end, in order of start."""
     own = slice(int(cycles.cuts[k - 1]), int(cycles.cuts[k:][0]))
     return trace.work.dur[own][code[own] == DEVICE.index(ALL_REDUCE)]
+
+
+def latest(shared: Mapping[str, Any]) -> str:
+    """The rank that others wait for most."""
+    found: Mapping[str, float] = shared.get("caused_ms") or shared["last"]
+    return max(found, key=lambda rank: found[rank])

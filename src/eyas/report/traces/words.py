@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from eyas.report.traces.collectives import latest
+
 NOTABLE = 0.05
 """Share of a cycle from which on a cause of idle time is named."""
 
@@ -43,10 +45,10 @@ def _waiting(run: dict[str, Any]) -> list[str]:
     if not shared:
         return []
     wait = max(shared["waiting_ms"].values())
-    rank, share = ranked(shared["last"])[0]
+    rank = latest(shared)
     return [
         f"Collectives: {shared['transfer_ms']:.2f} ms transfer, up to {wait:.2f} ms waiting for "
-        f"the slowest rank; rank {rank} comes last in {share:.0%}."
+        f"the slowest rank; rank {rank} comes last in {shared['last'][rank]:.0%}."
     ]
 
 
