@@ -142,7 +142,7 @@ def test_a_bucket_without_graph_is_named() -> None:
 def test_verify_on_attention_without_splits_is_named() -> None:
     """Fault: verify takes prefill's attention, which walks keys in one program."""
     long = " ".join(["7"] * 1200)
-    size = {"context_length": 2048}
+    size: dict[str, Any] = {"context_length": 2048}
     records = [
         explained(load(speculation=chain(3, attention_mode=mode), **size), prompt=long)
         for mode in ("decode", "prefill")
