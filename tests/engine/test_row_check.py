@@ -37,12 +37,24 @@ def shaken(monkeypatch: pytest.MonkeyPatch, rows: int, outputs: int) -> None:
     """A library whose sums change from so many rows on, in layers of so many outputs."""
     whole = Linear.product
 
-    def product(self: Linear, x: torch.Tensor) -> torch.Tensor:
-        y = whole(self, x)
+    def product(self: Linear, x: torch.Tensor, gates: bool = False) -> torch.Tensor:
+        y = whole(self, x, gates)
         changes = x.shape[0] >= rows and self.weight.shape[0] == outputs
         return y * 1.5 if changes else y
 
     monkeypatch.setattr(Linear, "product", product)
+
+
+def test_gates_are_tried_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a product tried by another kernel than the one that runs."""
+    shaken(monkeypatch, rows=8, outputs=192)
+    [found] = check_rows(tiny_target(torch.bfloat16), COUNTS[1:]).dependent
+    assert (found.name, found.rows) == ("gate_proj+up_proj", 8)
+    with torch.inference_mode():
+        widths = {
+            p.name: p.run(p.x, slice(0, 3)).shape for p in row_check.products(made("grouped"), 3)
+        }
+    assert widths["gate_proj+up_proj"] == (3, 96)
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +22,7 @@ from eyas.engine.graphs import buckets
 from eyas.kernels.calls import in_calls
 from eyas.kernels.experts_triton import Shared
 from eyas.kernels.router import Chosen
+from eyas.layers.basic import GatedMLP
 from eyas.layers.linear import Linear
 from eyas.layers.mla import MLA
 from eyas.layers.moe import RoutedMLP
@@ -131,18 +133,26 @@ def products(target: Decoder, rows: int) -> Iterator[Product]:
     """One of each kind in `target`, without its collectives, over `rows` random rows."""
     generator = torch.Generator(target.embed.weight.device).manual_seed(0)
     seen: set[tuple[Any, ...]] = set()
+    gates = {id(mlp.gate_up) for mlp in target.modules() if isinstance(mlp, GatedMLP)}
+    shared = {  # goes with the routed experts
+        id(part)
+        for routed in target.modules()
+        if isinstance(routed, RoutedMLP) and routed.shared is not None
+        for part in routed.shared.modules()
+    }
     for module in target.modules():
-        if not isinstance(module, (Linear, RoutedMLP, MLA)):
+        if not isinstance(module, (Linear, RoutedMLP, MLA)) or id(module) in shared:
             continue
+        gated = id(module) in gates
         weights = [(tuple(p.shape), p.dtype) for _, p in sorted(module.named_parameters())]
-        key = (type(module) is RoutedMLP, isinstance(module, MLA), *weights)
+        key = (type(module) is RoutedMLP, isinstance(module, MLA), gated, *weights)
         if key not in seen:
             seen.add(key)
-            yield from _of(module, rows, generator)
+            yield from _of(module, rows, generator, gated)
 
 
 def _of(
-    module: Linear | RoutedMLP | MLA, rows: int, generator: torch.Generator
+    module: Linear | RoutedMLP | MLA, rows: int, generator: torch.Generator, gated: bool
 ) -> Iterator[Product]:
     """The products of one layer; those of layers inside it come by themselves."""
 
@@ -153,11 +163,8 @@ def _of(
     match module:
         case Linear(weight=weight):
             name = "+".join(part.rpartition(".")[2] for part in module.parts)
-
-            x = drawn(weight, weight.shape[1])
-            yield _product(
-                name, weight, x, lambda x, _: in_calls(x, module.call_rows, module.product)
-            )
+            call, x = partial(module.product, gates=gated), drawn(weight, weight.shape[1])
+            yield _product(name, weight, x, lambda x, _: in_calls(x, module.call_rows, call))
         case RoutedMLP(experts=experts, shared=mlp):
             x = drawn(experts.down, experts.down.shape[1])
             yield _product("router", module.router.weight, x, lambda x, _: _told(module.router(x)))

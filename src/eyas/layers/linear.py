@@ -15,6 +15,7 @@ does, but where a network is built deterministic its products take fixed numbers
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -143,16 +144,14 @@ class Linear(Products):
         """`[..., in] -> [..., out]`."""
         return in_calls(x, self.call_rows, self.product)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """`forward` in one call, of this rank alone."""
-        return skinny.linear(x, self.weight, self.bias, self.counters)
+    def product(self, x: torch.Tensor, gates: bool = False) -> torch.Tensor:
+        """`forward`, or `gated`, in one call and of this rank alone."""
+        run = skinny.gated_linear if gates else skinny.linear
+        return run(x, self.weight, self.bias, self.counters)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in] -> [..., out / 2]`: `silu(gate) * up` of outputs that are gates first."""
-        return in_calls(x, self.call_rows, self._gated)
-
-    def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        return skinny.gated_linear(x, self.weight, self.bias, self.counters)
+        return in_calls(x, self.call_rows, partial(self.product, gates=True))
 
     def normed(
         self, x: torch.Tensor, norm: Norm, gates: bool = False
