@@ -14,6 +14,7 @@ from eyas.engine.row_check import MOST_ROWS, RowCheck, check_rows, check_start, 
 from eyas.layers.linear import Linear, fix_rows
 from eyas.models.decoder import Decoder
 from tests.helpers import LATENT, NONE, TREES, chain, make_engine, tiny_experts, tiny_target
+from tests.kernels.running import interpret
 
 COUNTS = (1, 2, 5, 8, 16)
 TARGETS: dict[str, tuple[dict[str, Any], int]] = {
@@ -127,3 +128,22 @@ def test_a_warning_is_said_at_start(
     make_engine(tiny_target())
     said = capsys.readouterr().err
     assert said.startswith("warning: ") and "o_proj (64 x 64, bfloat16) from 2 rows on" in said
+
+
+def run_kernels() -> None:
+    """Latent attention and experts of a deterministic target, where kernels run."""
+    target = tiny_target(mla=LATENT, moe=tiny_experts())
+    fix_rows(target, 8)
+    found = check_rows(target, (1, 3, 9))
+    assert not found.dependent, "; ".join(map(str, found.dependent))
+    assert found.products == 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
+def test_interpreted_kernels_pass() -> None:
+    """Fault: kernels whose rows depend on each other, or a trial that hands them other rows."""
+    interpret(__file__)
+
+
+if __name__ == "__main__":
+    run_kernels()
