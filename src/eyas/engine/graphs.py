@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -54,6 +54,8 @@ class CycleGraph:
     """int64[bucket]"""
     out: torch.Tensor
     """int64[bucket, depth + 2]; see `cycle`."""
+    held: list[int] = field(default_factory=list)
+    """The requests' slots that were written last, as the host knows."""
 
 
 def buckets(config: EngineConfig) -> list[int]:

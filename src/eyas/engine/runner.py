@@ -71,7 +71,6 @@ class Runner:
             decreed=_decreed(config, speculation, self.device),
         )
         self.graphs = CycleGraphs(self.parts, config, speculation)
-        self._loaded: dict[GraphKey, tuple[int, ...]] = {}
         self.row_check = RowCheck(skipped="not warmed up")
 
     def warm_up(self, progress: bool = False) -> None:
@@ -122,10 +121,9 @@ class Runner:
         clock = self.spans if isinstance(self.spans, GraphClock) else None
         graph = self.graphs.twin(key, clock) if clock else self.graphs.get(key)
         padding = (self.parts.state.dummy_slot,) * (key.num_requests - len(plan.slots))
-        if clock or self._loaded.get(key) != plan.slots:
+        if graph.held != [*plan.slots]:
             graph.slots.copy_(upload(plan.slots + padding, self.device), non_blocking=True)
-        if not clock:
-            self._loaded[key] = plan.slots
+            graph.held[:] = plan.slots
         graph.graph.replay()
         return graph.out
 

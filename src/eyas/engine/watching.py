@@ -54,8 +54,8 @@ class RankWatch:
     def start(self) -> None:
         """Begin."""
         if self.device.type == "cuda":
-            activities = [torch.profiler.ProfilerActivity.CUDA]
-            self._profiler = torch.profiler.profile(activities=activities)
+            kinds = torch.profiler.ProfilerActivity
+            self._profiler = torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA])
             self._profiler.start()
         else:
             self._undo = timed_collectives(self.group, self._inside)

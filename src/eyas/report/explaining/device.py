@@ -7,6 +7,8 @@ Three looks at the same answers, none of which is scaled to fit another:
   and the time around the graph. That costs a few nodes a cycle, and how much is measured;
 - cycles under torch's profiler: for how long each kernel runs. It stretches the gaps between
   kernels, so gaps are never taken from it: a stage idles for what its kernels leave of its span.
+  Where they take more than the span, neighbours overlap in a run that is not profiled, and that is
+  shown as overlap.
 
 Which stage and component a kernel belongs to is learnt from one eager run of the very function
 that was captured, on the dummy slot, inside named ranges; a replay's kernels come in the same
@@ -38,7 +40,7 @@ from eyas.report.components import (
 from eyas.report.explaining.labels import Recorded, by_ranges, labelled, rehearsed
 from eyas.report.explaining.ranges import watched
 from eyas.report.explaining.workload import Step, Workload
-from eyas.report.traces.account import OTHER, account, unknown_kernels
+from eyas.report.traces.account import OTHER, account, stage_name, unknown_kernels
 from eyas.report.traces.collectives import collectives
 from eyas.report.traces.cycles import ALIKE, Cycles
 from eyas.report.traces.places import components
@@ -49,6 +51,8 @@ from eyas.spans import GraphClock, NoSpans
 
 BLOCK, PROFILED, FIRST = 8, 12, 3
 """Cycles of a kind in turn; cycles under the profiler, and those at its start that are left out."""
+ACTIVITIES = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+"""Without the host's the profiler need not show launches."""
 T = TypeVar("T")
 
 
@@ -137,15 +141,12 @@ def profiled(workload: Workload, key: GraphKey | None, folder: str) -> tuple[lis
     """
     runner = workload.engine.runner
     size = max(len(prompts) for prompts, _ in workload.groups)
-    with profile(activities=[ProfilerActivity.CUDA]):  # its first start takes seconds
+    with profile(activities=ACTIVITIES):  # its first start takes seconds
         workload.step(watched=True)
         torch.cuda.synchronize()
     path = Path(folder) / "rank0.json"
-    activities = [ProfilerActivity.CUDA]
-    if key is None:
-        activities.append(ProfilerActivity.CPU)
     runner.watch()
-    with profile(activities=activities) as profiler:
+    with profile(activities=ACTIVITIES) as profiler:
         took = _in_ranges(workload, size) if key is None else _steps(workload, size)
         torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))
@@ -210,25 +211,26 @@ def values_of(
     quiet = middle(timed.quiet, lambda step: step.ms)
     cycle = sum(step.ms for step in quiet) / len(quiet)
     stages, spans = values["stages"], _spans(timed.marked, single)
-    for name in spans:
-        empty = {"device_ms": 0.0, "kernels": 0.0, "components": {}}
-        stages[name] = dict(stages.get(name, empty))
-        stages[name]["span_ms"] = spans[name]
-        stages[name]["idle_ms"] = max(0.0, spans[name] - stages[name]["device_ms"])
-    for name in stages.keys() - spans.keys():
-        stages[name] = stages[name] | {"idle_ms": 0.0}
+    busy = _busy(trace, stage, cycles)
+    overlap = 0.0
+    for name in {**stages, **spans}:
+        one = {"device_ms": 0.0, "kernels": 0.0, "components": {}} | stages.get(name, {})
+        span, own = spans.get(name, 0.0), busy.get(name, 0.0)
+        stages[name] = one | {"span_ms": span, "idle_ms": max(0.0, span - own)}
+        overlap += one["device_ms"] - min(own, span)
     around = {"host": COLLECT, "graph launch": HOST}
     idle = {cause: stages[name]["idle_ms"] for cause, name in around.items() if name in stages}
     within = sum(stages[n]["idle_ms"] for n in stages if n not in (COLLECT, HOST))
     idle["inside graphs" if values["graph_launches"] else "launch"] = within
     idle_ms = sum(idle.values())
     marked_ms = sum(spans.values())
-    rest = cycle - (values["device_ms"] - values["overlap_ms"] + idle_ms)
+    rest = cycle - (values["device_ms"] - overlap + idle_ms)
     return values | {
         "cycle_ms": cycle,
         "idle_ms": idle_ms,
         "idle": idle,
-        "busy_ms": values["device_ms"] - values["overlap_ms"],
+        "busy_ms": values["device_ms"] - overlap,
+        "overlap_ms": overlap,
         "stages": {n: stages[n] for n in (*STAGES, OTHER) if n in stages},
         "gaps": _gaps(stages, values["gaps"], bool(values["graph_launches"])),
         "unexplained_ms": rest,
@@ -244,6 +246,20 @@ def values_of(
             "wall_of_watched_ms": median(s.ms for s in timed.marked_steps),
         },
     }
+
+
+def _busy(trace: Trace, stage: Ints, cycles: Cycles) -> dict[str, float]:
+    """ms a cycle in which kernels of each stage run; of those that overlap the later one's rest."""
+    work, count = trace.work, int(cycles.steady.sum())
+    before = np.concatenate([work.start[:1], np.maximum.accumulate(work.end)[:-1]])
+    alone = np.maximum(work.end - np.maximum(work.start, before), 0.0)
+    found: defaultdict[str, float] = defaultdict(float)
+    for i in np.flatnonzero(cycles.steady):
+        own = slice(int(cycles.cuts[i]), int(cycles.cuts[i + 1]))
+        for s in np.unique(stage[own]).tolist():
+            chosen = stage[own] == s
+            found[stage_name(s)] += float(alone[own][chosen].sum()) / 1e3 / count
+    return dict(found)
 
 
 def _spans(marked: Sequence[list[tuple[str, float]]], single: bool) -> dict[str, float]:

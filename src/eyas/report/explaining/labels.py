@@ -159,7 +159,8 @@ def labelled(
 ) -> tuple[Ints, Ints, float]:
     """Component and stage of each kernel; and the share of cycles' device time that is known.
 
-    Kernels of a graph take the labels of the rehearsal's, matched in order by name.
+    Kernels of a graph take the labels of the rehearsal's, matched in order by name; one without a
+    match has the component that its name tells, and is not counted as known.
     """
     work, calls = trace.work, trace.calls
     kinds = [kind.name for kind in trace.kinds]
@@ -178,8 +179,9 @@ def labelled(
             found = _matched(labels, [str(n) for n in names[own]])
             place = np.flatnonzero(found >= 0)
             code[own[place]] = np.array(labels.code, np.int64)[found[place]]
-            stage[own] = -1
-            stage[own[place]] = np.array(labels.stage, np.int64)[found[place]]
+            # what the eager run had not belongs to the stage around it
+            before = np.maximum.accumulate(np.where(found >= 0, found, 0))
+            stage[own] = np.array(labels.stage, np.int64)[before]
             known[own[place]] = True
         outside = ~in_graph
         to_host = np.array(["DtoH" in str(n) for n in names], dtype=np.bool_)

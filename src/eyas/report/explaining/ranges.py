@@ -148,7 +148,7 @@ def _layers(wrapping: _Wrapping, network: nn.Module, head: nn.Module | None) -> 
         wrapping.range(experts, "forward", MOE)
     for module in network.modules():
         if isinstance(module, MLA):
-            for name in ("_absorb", "_values"):
+            for name in ("keys", "values"):
                 wrapping.range(module, name, DENSE)
         if not isinstance(module, Linear | Int8Linear) or id(module) in within or module is head:
             continue
@@ -159,13 +159,10 @@ def _layers(wrapping: _Wrapping, network: nn.Module, head: nn.Module | None) -> 
 
 
 def _normed(wrapping: _Wrapping, layer: Linear | Int8Linear) -> Callable[..., Any]:
-    """`layer.normed`, whose norm is told apart where it is no part of the layer's launch."""
-    whole = wrapping.inside(layer.normed, DENSE)
+    """`layer.normed`, whose norm is told apart."""
     norms = wrapping.inside(Norm.__call__, NORM)
 
     def normed(x: torch.Tensor, norm: Norm, gates: bool = False) -> Any:
-        if x.is_cuda:
-            return whole(x, norm, gates)
         rows, x = norms(norm, x)
         return (layer.gated(rows) if gates else layer(rows)), x
 
