@@ -1,9 +1,12 @@
-"""Times linear layers of few rows on a GPU: cuBLAS against the kernel of `eyas.kernels.skinny`.
+"""Times linear layers of few rows on a GPU: cuBLAS against the kernels of `eyas.kernels`.
 
 Every layer runs in a CUDA graph over as many copies of its weight as the L2 cache cannot hold. A
 weight's plans are compared at four rows; the best one is then timed at 1 to 128 rows, and with
 parts of its weight asked ahead of its turn. Each plan is checked first: against float32, each row
 alone against the row among others, and one run against the next. A figure is the median of repeats.
+
+Weights of 8 bits are compared with the rows' planes at hand (`eyas.kernels.planes`); "both" has the
+launch that makes them, "ahead" has both start early.
 
     python benchmarks/skinny.py --json skinny.json
 
@@ -31,7 +34,10 @@ from rich.console import Console
 from triton.runtime.errors import TritonError
 
 from eyas.fingerprint import fingerprint
+from eyas.kernels import lang, planes
 from eyas.kernels.gated import gated
+from eyas.kernels.planes_triton import planes_triton
+from eyas.kernels.planes_triton import run as run_8_bit
 from eyas.kernels.skinny_plan import config
 from eyas.kernels.skinny_triton import Plan, run
 
@@ -95,15 +101,31 @@ LAYERS = [
     Layer(name="Qwen3-30B qkv", outputs=5120, inputs=2048),
     Layer(name="Qwen3-30B o", outputs=2048, inputs=4096),
 ]
+OF_8_BITS: list[dict[str, int]] = [
+    *({"outputs": 64, "depth": 256, "stages": 4, "splits": n} for n in (1, 2, 3, 4)),
+    *({"outputs": 64, "depth": 256, "stages": 6, "splits": n} for n in (1, 2)),
+    {"outputs": 64, "depth": 256, "stages": 3},
+    *({"outputs": 64, "depth": 512, "stages": 3, "splits": n} for n in (1, 2)),
+    *({"outputs": 64, "depth": 128, "stages": 8, "splits": n} for n in (1, 2)),
+    *({"outputs": 128, "depth": 128, "stages": 5, "splits": n} for n in (1, 2)),
+    *({"outputs": 128, "depth": 256, "stages": 3, "splits": n} for n in (1, 2)),
+    {"outputs": 128, "depth": 256, "stages": 4},
+    {"outputs": 64, "depth": 64, "stages": 4, "groups": 4},
+    {"outputs": 32, "depth": 128, "stages": 4, "groups": 4},
+    {"outputs": 32, "depth": 128, "stages": 4, "groups": 4, "splits": 2},
+    {"outputs": 16, "depth": 128, "stages": 6, "groups": 4},
+]
+"""Plans that are compared for weights of 8 bits."""
 LARGE = 6 << 20
 """Weights from this size on are for the plans of large ones."""
 
 
 def plans(layer: Layer) -> list[Plan]:
-    """What is compared for a layer; tiles in bytes, not in numbers."""
-    longer = 2 // layer.itemsize
+    """What is compared for a layer."""
     gates = "gated" in layer.way
-    if layer.bytes < LARGE:
+    if "int8" in layer.way:
+        found = [Plan(**cut) for cut in OF_8_BITS]
+    elif layer.bytes < LARGE:
         wide = 2 if gates else 1
         found = [
             Plan(outputs=16 * wide, depth=64, groups=4, warps=4, stages=3),
@@ -127,8 +149,8 @@ def plans(layer: Layer) -> list[Plan]:
             Plan(outputs=16 * wide // 64, depth=64, groups=4, stages=6),
             Plan(outputs=16 * wide // 64, depth=64, groups=8, warps=8, stages=5),
         ]
-    found = [dataclasses.replace(plan, depth=plan.depth * longer) for plan in found]
-    default = config(layer.outputs, layer.inputs, layer.itemsize, gates)
+    ours = planes.config if "int8" in layer.way else config
+    default = ours(layer.outputs, layer.inputs, gates)
     return [default, *(plan for plan in found if plan != default and _fits(plan, layer))]
 
 
@@ -165,17 +187,21 @@ class Case:
             self.weights = [w.round().clamp(-127, 127).to(torch.int8) for w in whole]
         self.weights += [self.weights[0].clone() for _ in range(copies - len(self.weights))]
         self.counts = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+        self.planes, self.units = planes_triton(self.x)
 
     def own(self, plan: Plan, rows: int, copy: int = 0) -> torch.Tensor:
-        """The kernel's output of the first rows."""
-        return run(
-            self.x[:rows],
-            self.weights[copy],
-            plan,
-            scales=self.scales,
-            gated=self.gates,
-            counts=self.counts,
-        )
+        """The kernel's output of the first rows; in 8 bits their planes are there."""
+        weight, gates, counts = self.weights[copy], self.gates, self.counts
+        if self.scales is None:
+            return run(self.x[:rows], weight, plan, gated=gates, counts=counts)
+        given = (self.planes[: 2 * rows], self.units[:rows], weight, self.scales)
+        return run_8_bit(*given, plan, DTYPE, gated=gates, counts=counts)
+
+    def both(self, plan: Plan, rows: int, copy: int = 0) -> torch.Tensor:
+        """The same in 8 bits, with the launch that makes the planes."""
+        assert self.scales is not None, "for weights of 8 bits"
+        given = (*planes_triton(self.x[:rows]), self.weights[copy], self.scales)
+        return run_8_bit(*given, plan, DTYPE, gated=self.gates, counts=self.counts)
 
     def library(self, rows: int, copy: int = 0) -> torch.Tensor:
         """The same by cuBLAS and the launches around it; for int8 cuBLAS in 16 bits."""
@@ -268,8 +294,25 @@ def measure(layer: Layer) -> Iterator[dict[str, Any]]:
     best = min(found, key=lambda one: one[0])[1]
     for rows in ROWS:
         yield row("best", best, rows, microseconds(partial(case.own, best, rows), copies))
+    if "int8" in layer.way:
+        yield from in_8_bits(case, best, row, copies)
+        return
     for plan in asking(best):
         yield from attempt("ahead", plan, SEARCHED)
+
+
+def in_8_bits(
+    case: Case, best: Plan, row: Callable[..., dict[str, Any]], copies: int
+) -> Iterator[dict[str, Any]]:
+    """The best plan with the launch that makes the planes; then both early, asking ahead."""
+    before = lang.EARLY
+    lang.EARLY = False
+    for rows in ROWS:
+        yield row("both", best, rows, microseconds(partial(case.both, best, rows), copies))
+    lang.EARLY = True
+    for plan in asking(best):
+        yield row("ahead", plan, SEARCHED, microseconds(partial(case.both, plan, SEARCHED), copies))
+    lang.EARLY = before
 
 
 def variants(layers: list[Layer]) -> list[tuple[Layer, Plan]]:
@@ -287,7 +330,7 @@ def compile_share(layers: list[Layer], number: int) -> None:
     for layer, plan in variants(layers)[number::WORKERS]:
         small = dataclasses.replace(layer, outputs=256)
         try:
-            for rows in (4, 32, 64):
+            for rows in (4, 8, 16, 32, 64):
                 Case(small, 1).own(plan, rows)
         except (RuntimeError, TritonError):
             continue
@@ -330,6 +373,7 @@ def summary(figures: list[dict[str, Any]]) -> None:
         library = " ".join(f"{one['us']:7.2f}" for one in kinds.get("library", []))
         own = " ".join(f"{one['us']:7.2f}" for one in kinds.get("best", []))
         linked = min((one["us"] for one in kinds.get("ahead", [])), default=float("nan"))
+        own += "".join(f" ({one['us']:.2f} with planes)" for one in kinds.get("both", [])[1:2])
         best = short(Plan(**kinds["best"][0]["plan"])) if "best" in kinds else "none"
         SCREEN.print(f"{name:42s} {library:47s} | {own:47s} | {linked:7.2f}  {best}")
 

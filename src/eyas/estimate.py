@@ -150,7 +150,7 @@ def joined(op: Op, profile: HardwareProfile, software: Software) -> bool:
     if op.layer is None or op.rows > MOST_ROWS:
         return False
     outputs, inputs, bits = op.layer
-    return bits in (8, 16) and plan_of(outputs, inputs, round(bits / 8), gated=True) is not None
+    return bits == 8 or (bits == 16 and plan_of(outputs, inputs, gated=True) is not None)
 
 
 def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: int = 1) -> float:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from eyas.checkpoint import tensor_stream
 from eyas.config import EngineConfig, SamplingParams, SpeculationConfig
 from eyas.engine.engine import LLM
+from eyas.kernels import planes
 from eyas.quantised import dequantised
 
 ASSETS = Path(__file__).parents[2] / "assets" / "small-deepseek"
@@ -38,10 +39,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def load(dtype: str) -> LLM:
-    """The model with its drafter, plain decoding."""
+def load(dtype: str, draft_weights: str = "auto") -> LLM:
+    """The model with its drafter."""
     config = EngineConfig(
-        device="cpu", dtype=dtype, context_length=256, max_running_requests=4, tokenizer="smollm2"
+        device="cpu",
+        dtype=dtype,
+        context_length=256,
+        max_running_requests=4,
+        tokenizer="smollm2",
+        draft_weights=draft_weights,
     )
     return LLM(
         str(ASSETS / "target"),
@@ -80,6 +86,29 @@ def test_speculation_is_lossless_and_pays(llm: LLM, temperature: float) -> None:
         texts, length = answers(llm, shape, params)
         assert texts == plain, name
         assert length > (1.6 if temperature == 0 else 1.1), f"{name}: accept length {length}"
+
+
+def test_weights_of_8_bits_draft_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: rows or weights rounded so coarsely that fewer drafts are accepted.
+
+    The drafter computes as on a GPU, in two planes of bytes; texts are the same, so the lengths are
+    those of the same cycles.
+    """
+    params, rows = SamplingParams(max_tokens=128, ignore_eos=True), []
+
+    def in_planes(x: torch.Tensor, *layer: Any, gates: bool = False) -> torch.Tensor:
+        rows.append(x.shape[0])
+        weight, scales, bias, _ = layer
+        return planes.int8_linear_reference(x, weight, scales, bias, gates)
+
+    texts, length = answers(load("bfloat16", "full"), SHAPES["chain"], params)
+    monkeypatch.setattr("eyas.layers.linear.scale_type", lambda *_: torch.float32)
+    monkeypatch.setattr(planes, "int8_linear", in_planes)
+    monkeypatch.setattr("eyas.speculate.eagle3.QUICK_ROWS", {"cpu": planes.MOST_ROWS_8_BIT})
+    same, quick = answers(load("bfloat16", "int8"), SHAPES["chain"], params)
+    assert max(rows) == len(QUESTIONS), "it drafts with other weights"
+    assert same == texts
+    assert quick == pytest.approx(length, rel=0.01)
 
 
 @torch.inference_mode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,25 @@ def interpret(file: str, *arguments: str) -> None:
 
 
 def compiles(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int = 4
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    aligned: Sequence[str] = (),
 ) -> Any:
     """Compile `kernel` for an H200: argument types by name, constants by name.
 
-    One that takes turns is compiled to be launched early.
+    One that takes turns is compiled to be launched early. `aligned` arguments are multiples of 16.
     """
     early = "EARLY" in kernel.arg_names
     constants = constants | {"EARLY": True} if early else constants
     signature = {
         name: types.get(name, "constexpr") for name in kernel.arg_names if name in types | constants
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    options = {"num_warps": num_warps, "launch_pdl": early}
+    sixteen = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=sixteen)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": early}
     compiled = triton.compile(source, target=HOPPER, options=options)
     assert not early or "griddepcontrol.wait" in compiled.asm["ptx"], "it does not take its turn"
     return compiled

@@ -66,7 +66,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def run_grid() -> None:
-    """Every shape through every plan: product, bias, gates, 8 bits; rows alone."""
+    """Every shape through every plan: product, bias, gates; rows alone."""
     for number, (name, plan) in enumerate(USED.items()):
         case = Case(SHAPES[number % len(SHAPES)], KINDS[number // 2 % 2])
         counts = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
@@ -94,8 +94,6 @@ def check_leading_dimensions() -> None:
 def every_way(case: Case, plan: Plan, counts: torch.Tensor) -> list[tuple[Any, Any]]:
     """(kernel, reference) of rows."""
     x, weight, bias = case.x, case.weight, case.bias
-    scales = torch.rand(weight.shape[0], device=DEVICE) / 64
-    whole = (torch.randn(weight.shape, device=DEVICE) * 40).clamp(-127, 127).to(torch.int8)
     kernel = module.run
 
     def plain(rows: slice) -> Any:
@@ -107,20 +105,13 @@ def every_way(case: Case, plan: Plan, counts: torch.Tensor) -> list[tuple[Any, A
     def gates(rows: slice) -> Any:
         return kernel(x[rows], weight, plan, gated=True, counts=counts)
 
-    def short(rows: slice) -> Any:
-        return kernel(x[rows], whole, plan, scales=scales, gated=True, counts=counts)
-
     def product(rows: slice, *more: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x[rows], weight, *more)
-
-    def eight(rows: slice) -> Any:
-        return skinny.int8_linear_reference(x[rows], whole, scales, gates=True)
 
     return [
         (plain, product),
         (biased, lambda rows: product(rows, bias)),
         (gates, lambda rows: gated_reference(product(rows))),
-        (short, eight),
     ]
 
 
@@ -138,7 +129,7 @@ def test_kernel_equals_reference() -> None:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("both", "plain"), ("groups", "gated"), ("one program", "int8"), ("ahead", "plain")],
+    [("both", "plain"), ("groups", "gated"), ("one program", "gated"), ("ahead", "plain")],
 )
 def test_compiles_for_hopper(name: str, way: str) -> None:
     """Fault: a kernel that only the interpreter takes."""
@@ -157,11 +148,11 @@ def test_plans_of_real_layers_compile(shape: tuple[int, int], gates: bool) -> No
 
 def test_plans_leave_no_program_without_inputs() -> None:
     """Fault: more splits than steps, whose programs would ask for memory behind the weight."""
-    for outputs, inputs, itemsize in itertools.product(
-        (576, 960, 2048, 4096, 6144, 21888, 32000), (576, 1536, 2048, 4096, 10944, 14336), (1, 2)
+    for outputs, inputs in itertools.product(
+        (576, 960, 2048, 4096, 6144, 21888, 32000), (576, 1536, 2048, 4096, 10944, 14336)
     ):
         for gated in (False, True):
-            plan = plans.config(outputs, inputs, itemsize, gated)
+            plan = plans.config(outputs, inputs, gated)
             steps = -(-inputs // (plan.groups * plan.depth))
             assert (plan.splits - 1) * -(-steps // plan.splits) < steps, (outputs, inputs, plan)
             assert plan.groups in (1, plan.warps), "groups are all warps or none"
@@ -172,8 +163,7 @@ def test_who_takes_a_layer() -> None:
     assert plans.plan_of(4096, 4096) is not None
     assert plans.plan_of(128256, 4096) is None
     assert plans.plan_of(64, 64) is None
-    assert plans.plan_of(4096, 4100, itemsize=1) is None
-    assert plans.plan_of(64, 64, itemsize=1) is not None, "the library has no 8-bit weights"
+    assert plans.plan_of(4096, 4100) is None
     with torch.inference_mode():
         assert not plans.serves(torch.zeros(1, 64, dtype=torch.bfloat16))
 
@@ -183,12 +173,8 @@ def compile_plan(plan: Plan, way: str, rows: int = 16) -> Any:
     pointers = [n for n in module._skinny_kernel.arg_names if n.endswith("_ptr")]
     types = dict.fromkeys(pointers, "*bf16") | {"part_ptr": "*fp32", "count_ptr": "*i32"}
     types |= dict.fromkeys(("num_rows", "size", "inner", "x_stride", "ahead"), "i32")
-    types["scale_ptr"] = "*fp32"
-    if way == "int8":
-        types["w_ptr"] = "*i8"
     constants: dict[str, Any] = {
         "GATED": way == "gated",
-        "SCALED": way == "int8",
         "BIASED": False,
         "EVEN": False,
         "SPLITS": plan.splits,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from eyas.kernels.gated import gated, gated_reference
+from eyas.kernels.gated import gated
 from eyas.kernels.skinny_plan import MOST_ROWS, plan_of, serves
 from eyas.kernels.skinny_triton import Plan, counted, run
 
@@ -57,46 +57,11 @@ def gated_linear(
     return _launch(x, weight, plan, counters, bias=bias, gates=True)
 
 
-def int8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    counters: Counters,
-    gates: bool = False,
-) -> torch.Tensor:
-    """`linear`, or `gated_linear`, of the weight `scales[:, None] * weight`.
-
-    int8 weight [N, K]; scales [N] are float32, on a CPU bfloat16 as x is.
-    """
-    plan = _plan(x, weight, gates)
-    if plan is not None:
-        return _launch(x, weight, plan, counters, bias=bias, scales=scales, gates=gates)
-    if x.device.type == "cpu":
-        y = torch._weight_int8pack_mm(x, weight, scales)
-        y = y if bias is None else y + bias
-        return gated(y) if gates else y
-    return int8_linear_reference(x, weight, scales, bias, gates)
-
-
-def int8_linear_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    gates: bool = False,
-) -> torch.Tensor:
-    """See `int8_linear`; 8-bit integers are exact in 16 bits."""
-    y = F.linear(x, weight.to(x.dtype)).to(torch.float32) * scales
-    y = (y if bias is None else y + bias).to(x.dtype)
-    return gated_reference(y) if gates else y
-
-
 def _plan(x: torch.Tensor, weight: torch.Tensor, gates: bool) -> Plan | None:
     """How the kernel runs this, if it does."""
-    if not serves(x, weight.itemsize):
+    if not serves(x):
         return None
-    return plan_of(weight.shape[0], weight.shape[1], weight.itemsize, gates)
+    return plan_of(weight.shape[0], weight.shape[1], gates)
 
 
 def _launch(
@@ -106,18 +71,17 @@ def _launch(
     counters: Counters,
     *,
     bias: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
     gates: bool = False,
 ) -> torch.Tensor:
     """`run` of rows of any leading shape."""
     rows = x.reshape(-1, x.shape[-1])
     count = counted(plan, MOST_ROWS, weight.shape[0])
     counts = counters.zeros(count, x.device) if count else None
-    y = run(rows, weight, plan, bias=bias, scales=scales, gated=gates, counts=counts)
+    y = run(rows, weight, plan, bias=bias, gated=gates, counts=counts)
     return y.view(*x.shape[:-1], -1)
 
 
-def cost(rows: int, outputs: int, inputs: int, itemsize: int = 2) -> tuple[int, int]:
-    """(FLOPs, bytes) of a weight of `itemsize` bytes a number and rows of 16 bits."""
+def cost(rows: int, outputs: int, inputs: int) -> tuple[int, int]:
+    """(FLOPs, bytes) of a weight and rows of 16 bits."""
     flops = 2 * rows * outputs * inputs
-    return flops, outputs * inputs * itemsize + 2 * rows * (outputs + inputs)
+    return flops, 2 * (outputs * inputs + rows * (outputs + inputs))

@@ -13,8 +13,6 @@ from eyas.kernels.skinny_triton import ROWS, Plan
 
 MOST_ROWS = ROWS[-1]
 """Passes of more rows go to the library."""
-MOST_ROWS_8_BIT = ROWS[0]
-"""The same for weights of 8 bits, which take longer than those of 16 where rows are more."""
 LEAST_BYTES = 1 << 19
 """Weights smaller than this go to the library."""
 MOST_OUTPUTS = 65536
@@ -25,27 +23,21 @@ FILLING = 132
 """Tiles that keep a device busy."""
 
 
-def plan_of(outputs: int, inputs: int, itemsize: int = 2, gated: bool = False) -> Plan | None:
-    """The plan for a weight [outputs, inputs] of so many bytes a number; None: the library's.
-
-    The library has no 8-bit weights.
-    """
-    if inputs % 16 or (itemsize > 1 and not worth(outputs, inputs, itemsize)):
+def plan_of(outputs: int, inputs: int, gated: bool = False) -> Plan | None:
+    """The plan for a weight [outputs, inputs]; None: it is the library's."""
+    if inputs % 16 or not worth(outputs, inputs):
         return None
-    return config(outputs, inputs, itemsize, gated)
+    return config(outputs, inputs, gated)
 
 
-def worth(outputs: int, inputs: int, itemsize: int) -> bool:
+def worth(outputs: int, inputs: int) -> bool:
     """Whether a weight is large enough for the kernel, and not one that the library reads best."""
-    return outputs * inputs * itemsize >= LEAST_BYTES and outputs <= MOST_OUTPUTS
+    return 2 * outputs * inputs >= LEAST_BYTES and outputs <= MOST_OUTPUTS
 
 
-def config(outputs: int, inputs: int, itemsize: int = 2, gated: bool = False) -> Plan:
+def config(outputs: int, inputs: int, gated: bool = False) -> Plan:
     """How a weight [outputs, inputs] is cut."""
-    size = outputs * inputs * itemsize
-    if itemsize == 1:
-        return Plan(outputs=64 if gated else 32, depth=128, groups=4, stages=4)
-    if size < SMALL:
+    if 2 * outputs * inputs < SMALL:
         if gated:
             return Plan(outputs=64, depth=64, stages=8, ahead=1024)
         return Plan(outputs=16, depth=64, groups=4, stages=5, ahead=1024)
@@ -58,8 +50,7 @@ def config(outputs: int, inputs: int, itemsize: int = 2, gated: bool = False) ->
     return Plan(outputs=64, depth=128, splits=2 if 2 * outputs < 64 * FILLING else 1, stages=5)
 
 
-def serves(x: torch.Tensor, itemsize: int = 2) -> bool:
+def serves(x: torch.Tensor) -> bool:
     """Whether rows x [..., K] are for the kernel, if the weight has a plan."""
-    most = MOST_ROWS if itemsize > 1 else MOST_ROWS_8_BIT
-    few = x.numel() <= most * x.shape[-1]
+    few = x.numel() <= MOST_ROWS * x.shape[-1]
     return runs_kernels(x) and few and x.dtype in (torch.bfloat16, torch.float16)

@@ -45,7 +45,7 @@ class Plan:
 
 
 @triton.jit
-def _lines(tile, size, GATED: tl.constexpr, OUTPUTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def lines(tile, size, GATED: tl.constexpr, OUTPUTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Weight rows of a tile, past the end the last ones; gated: its gates, then their ups."""
     place = tl.arange(0, OUTPUTS)
     if GATED:
@@ -55,11 +55,11 @@ def _lines(tile, size, GATED: tl.constexpr, OUTPUTS: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def _ask(  # type: ignore[no-untyped-def]
-    w_ptr, line, start, end, inner, most, SCALED: tl.constexpr
+def ask(  # type: ignore[no-untyped-def]
+    w_ptr, line, start, end, inner, most
 ):
     """Bring the first bytes, `most` at most, of every weight row's stretch into the L2 cache."""
-    width: tl.constexpr = 1 if SCALED else 2
+    width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     size = tl.minimum((end - start) * width, most) // 16 * 16
     where = (w_ptr + line * inner + start).to(tl.int64)
     prefetch(where, size)
@@ -68,23 +68,19 @@ def _ask(  # type: ignore[no-untyped-def]
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
     total,
-    scale_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
     size,
     GATED: tl.constexpr,
-    SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """Scale, bias and gate the sums [OUTPUTS, ROWS] of a tile, and write them."""
+    """Bias and gate the sums [OUTPUTS, ROWS] of a tile, and write them."""
     tile, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    line = _lines(tile, size, GATED, OUTPUTS)
+    line = lines(tile, size, GATED, OUTPUTS)
     dtype = out_ptr.dtype.element_ty
-    if SCALED:
-        total *= tl.load(scale_ptr + line)[:, None]
     if BIASED:
         total += tl.load(bias_ptr + line).to(tl.float32)[:, None]
     value = total.to(dtype)
@@ -104,13 +100,11 @@ def _hand_in(  # type: ignore[no-untyped-def]
     total,
     part_ptr,
     count_ptr,
-    scale_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
     size,
     GATED: tl.constexpr,
-    SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -133,13 +127,11 @@ def _hand_in(  # type: ignore[no-untyped-def]
             tl.store(count_ptr + shared, 0)
         _finish(
             total,
-            scale_ptr,
             bias_ptr,
             out_ptr,
             num_rows,
             size,
             GATED,
-            SCALED,
             BIASED,
             ROWS,
             OUTPUTS,
@@ -150,7 +142,6 @@ def _hand_in(  # type: ignore[no-untyped-def]
 def _skinny_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
-    scale_ptr,
     bias_ptr,
     out_ptr,
     part_ptr,
@@ -161,7 +152,6 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
     x_stride,
     ahead,
     GATED: tl.constexpr,
-    SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     EVEN: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -176,14 +166,14 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
     Weights are read before its turn; whoever follows may come at once, since it waits for all this.
     """
     tile, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    line = _lines(tile, size, GATED, OUTPUTS).to(tl.int64)
+    line = lines(tile, size, GATED, OUTPUTS).to(tl.int64)
     step: tl.constexpr = GROUPS * DEPTH
     stretch = tl.cdiv(tl.cdiv(inner, step), SPLITS) * step
     start = tl.program_id(2) * stretch
     end = tl.minimum(start + stretch, inner)
     if EARLY:
         if ahead > 0:
-            _ask(w_ptr, line, start, end, inner, ahead, SCALED)
+            ask(w_ptr, line, start, end, inner, ahead)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     depth = tl.arange(0, DEPTH)
@@ -196,7 +186,6 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
         total = tl.zeros([GROUPS, OUTPUTS, ROWS], tl.float32)
     weights = w_ptr + line * inner + depth
     used = (row < num_rows) & (depth >= 0)
-    dtype = x_ptr.dtype.element_ty
     for k in range(start, end, step):
         if EVEN:
             there = used
@@ -207,23 +196,21 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
             w = tl.load(weights + k, within, 0.0, eviction_policy="evict_first")
         x = tl.load(x_ptr + row * x_stride + depth + k, there, 0.0)
         if GROUPS == 1:
-            total = tl.dot(w.to(dtype), tl.trans(x), total, input_precision="ieee")
+            total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
         else:
             x = tl.permute(x, (0, 2, 1))
-            total = tl.dot(w.to(dtype), x, total, input_precision="ieee")
+            total = tl.dot(w, x, total, input_precision="ieee")
     if GROUPS > 1:
         total = tl.sum(total, 0)
     _hand_in(
         total,
         part_ptr,
         count_ptr,
-        scale_ptr,
         bias_ptr,
         out_ptr,
         num_rows,
         size,
         GATED,
-        SCALED,
         BIASED,
         SPLITS,
         ROWS,
@@ -237,15 +224,13 @@ def run(
     plan: Plan,
     *,
     bias: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
     gated: bool = False,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The layer's output [T, N], gated [T, N / 2].
 
-    x [T, K] of contiguous numbers a row, weight [N, K] in its dtype or, with `scales` float32[N],
-    int8. `counts` int32[`counted`] are zeros, and are so again afterwards; they are needed where
-    `plan` splits.
+    x [T, K] of contiguous numbers a row, weight [N, K] in its dtype. `counts` int32[`counted`] are
+    zeros, and are so again afterwards; they are needed where `plan` splits.
     """
     (num_rows, inner), size = x.shape, weight.shape[0] // (2 if gated else 1)
     assert x.stride(1) == 1 and weight.is_contiguous(), "numbers of a row lie side by side"
@@ -257,7 +242,6 @@ def run(
     _skinny_kernel[grid](
         x,
         weight,
-        x if scales is None else scales,
         x if bias is None else bias,
         out,
         parts,
@@ -268,7 +252,6 @@ def run(
         x.stride(0),
         plan.ahead,
         GATED=gated,
-        SCALED=scales is not None,
         BIASED=bias is not None,
         EVEN=inner % (plan.groups * plan.depth) == 0,
         SPLITS=plan.splits,

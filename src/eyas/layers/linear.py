@@ -24,7 +24,7 @@ from torch import nn
 
 from eyas.distributed.group import SOLO, Group
 from eyas.errors import ConfigError
-from eyas.kernels import skinny
+from eyas.kernels import planes, skinny
 from eyas.kernels.calls import in_calls
 from eyas.kernels.norm import Norm
 
@@ -260,11 +260,11 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in] -> [..., out]`."""
-        return skinny.int8_linear(x, self.weight, self.scales, self.bias, self.counters)
+        return planes.int8_linear(x, self.weight, self.scales, self.bias, self.counters)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """See `Linear.gated`."""
-        return skinny.int8_linear(x, self.weight, self.scales, self.bias, self.counters, gates=True)
+        return planes.int8_linear(x, self.weight, self.scales, self.bias, self.counters, gates=True)
 
     def normed(
         self, x: torch.Tensor, norm: Norm, gates: bool = False

@@ -12,8 +12,8 @@ import torch
 from eyas.attention import PagedAttention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
+from eyas.kernels.planes import MOST_ROWS_8_BIT
 from eyas.kernels.rows import take_rows
-from eyas.kernels.skinny_plan import MOST_ROWS_8_BIT
 from eyas.kv.pool import KVPool
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3

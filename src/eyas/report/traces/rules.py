@@ -105,7 +105,9 @@ RULES = (
         "vLLM csrc/attention, xformers",
     ),
     Rule(
-        r"quantize|per_token_group_quant|scaled_fp8_quant|cvt_fp\d", NORM, "vLLM csrc/quantization"
+        r"quantize|per_token_group_quant|scaled_fp8_quant|cvt_fp\d",
+        NORM,
+        "vLLM csrc/quantization, eyas kernels/planes_triton.py",
     ),
     Rule(r"splitk_?reduce|reduce_splitk", FOLLOWS, "cuBLASLt"),
     Rule(
@@ -113,7 +115,7 @@ RULES = (
         r"_mm_|scaled_mm|matmul|linear|skinny|absorb|cijk_|dot_kernel|triton_tem",
         DENSE,
         "cuBLAS (nvjet, xmma, gemv), NVIDIA/cutlass, vLLM csrc/quantization, ROCm Tensile, eyas "
-        "kernels/skinny_triton.py and absorb.py",
+        "kernels/skinny_triton.py, planes_triton.py and absorb.py",
     ),
     Rule(
         r"at::native|at_cuda_detail|\bcub::|thrust::|elementwise|catarray|indexselect|gather|"
