@@ -29,7 +29,7 @@ SIMULATED = "random weights, but in rows with the word real"
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    epilog = "\n".join(f"  {name:12s}{part.help}" for name, part in PARTS.items())
+    epilog = "\n".join(f"  {name:15s}{part.help}" for name, part in PARTS.items())
     made = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         epilog=f"parts:\n{epilog}",

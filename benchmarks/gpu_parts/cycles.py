@@ -12,7 +12,7 @@ import torch
 
 from eyas.cost import target_pass, touched_in_pass
 from eyas.engine.engine import Engine
-from eyas.engine.graphs import GraphKey
+from eyas.engine.graphs import GraphKey, Reason
 from eyas.layers.moe import Router
 from eyas.model_config import ModelConfig
 from eyas.operations import Work
@@ -61,7 +61,11 @@ def cycles(
         with running(engine, batch):
             yield from _step_rows(label, shape, run, batch, engine, record)
             yield from _graph_rows(label, engine, batch, record, batch == min(batches))
-    yield row(f"{shape} {run} eager cycles", eager_cycles(engine) - before, "")
+    eager = eager_cycles(engine) - before
+    yield row(f"{shape} {run} eager cycles", eager, "")
+    if eager:
+        reasons = [k.value for k in engine.runner.graphs.counts if isinstance(k, Reason)]
+        record.details[f"{shape} {run} eager cycles"] = "; ".join(reasons)
 
 
 def _step_rows(
