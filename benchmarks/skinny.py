@@ -187,7 +187,7 @@ class Case:
             self.weights = [w.round().clamp(-127, 127).to(torch.int8) for w in whole]
         self.weights += [self.weights[0].clone() for _ in range(copies - len(self.weights))]
         self.counts = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
-        self.planes, self.units = planes_triton(self.x)
+        self.planes, self.units, _ = planes_triton(self.x)
 
     def own(self, plan: Plan, rows: int, copy: int = 0) -> torch.Tensor:
         """The kernel's output of the first rows; in 8 bits their planes are there."""
@@ -200,7 +200,7 @@ class Case:
     def both(self, plan: Plan, rows: int, copy: int = 0) -> torch.Tensor:
         """The same in 8 bits, with the launch that makes the planes."""
         assert self.scales is not None, "for weights of 8 bits"
-        given = (*planes_triton(self.x[:rows]), self.weights[copy], self.scales)
+        given = (*planes_triton(self.x[:rows])[:2], self.weights[copy], self.scales)
         return run_8_bit(*given, plan, DTYPE, gated=self.gates, counts=self.counts)
 
     def library(self, rows: int, copy: int = 0) -> torch.Tensor:

@@ -98,8 +98,8 @@ def test_weights_of_8_bits_draft_as_well(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def in_planes(x: torch.Tensor, *layer: Any, gates: bool = False) -> torch.Tensor:
         rows.append(x.shape[0])
-        weight, scales, bias, _ = layer
-        return planes.int8_linear_reference(x, weight, scales, bias, gates)
+        weight, scales, bias, _, *more = layer
+        return planes.int8_linear_reference(x, weight, scales, bias, gates or any(more))
 
     texts, length = answers(load("bfloat16", "full"), SHAPES["chain"], params)
     monkeypatch.setattr("eyas.layers.linear.scale_type", lambda *_: torch.float32)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from eyas.kernels import planes
 from eyas.kernels import planes_triton as module
+from eyas.kernels.norm import Norm
 from eyas.kernels.skinny import Counters
 from eyas.kernels.skinny_triton import Plan
 from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
@@ -74,7 +75,7 @@ def run_grid() -> None:
         counts = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
 
         def run(rows: slice, plan: Plan, gates: bool = gates, case: Case = case) -> torch.Tensor:
-            made = module.planes_triton(case.x[rows])
+            made = module.planes_triton(case.x[rows])[:2]
             given = (*made, case.weight, case.scales, plan, case.x.dtype)
             bias = None if gates else case.bias
             return module.run(*given, bias=bias, gated=gates, counts=counts)  # noqa: B023
@@ -87,13 +88,32 @@ def run_grid() -> None:
             assert torch.equal(run(rows, plan), whole[rows]), f"{name}: {rows} depend on others"
         assert not counts.any(), f"{name}: counters are not zero again"
     check_planes()
+    check_norms()
     check_layer()
+
+
+def check_norms() -> None:
+    """A norm in the same launch gives the planes of the rows that it gives alone."""
+    case = Case(SHAPES[0])
+    generator = torch.Generator().manual_seed(3)
+    weight, delta = (torch.randn(n, generator=generator) for n in (case.x.shape[1:], case.x.shape))
+    weight, delta = weight.to(case.x), delta.to(case.x)
+    for norm in (Norm(weight=weight, eps=1e-5), Norm(weight=weight, eps=1e-5, delta=delta)):
+        normed, total = norm(case.x)
+        found = module.planes_triton(case.x, norm)
+        alone = module.planes_triton(normed)
+        assert all(torch.equal(a, b) for a, b in zip(found[:2], alone[:2], strict=True))
+        assert torch.equal(found[2], total), "the residual"
+        layer = (case.weight, case.scales, case.bias, Counters())
+        y, total = planes.int8_norm_linear(case.x[None], norm, *layer)
+        assert torch.equal(y, planes.int8_linear(normed, *layer)[None])
+        assert total.shape == (1, *case.x.shape)
 
 
 def check_planes() -> None:
     """The kernel's planes: those of the reference, but where a half is rounded."""
     case = Case(SHAPES[0])
-    found, units = module.planes_triton(case.x)
+    found, units, _ = module.planes_triton(case.x)
     wanted, wanted_units = planes.planes_reference(case.x)
     assert torch.equal(units, wanted_units)
     assert (numbers(found) - numbers(wanted)).abs().max() <= 1
@@ -208,8 +228,9 @@ def test_plans_leave_no_program_without_inputs() -> None:
 def test_planes_compile_for_hopper() -> None:
     """Fault: a kernel that only the interpreter takes."""
     types = {"x_ptr": "*bf16", "planes_ptr": "*i8", "unit_ptr": "*fp32"}
-    types |= {"x_stride": "i32", "inner": "i32"}
-    constants = {"LARGEST": module.LARGEST, "BLOCK": 16384}
+    types |= {"delta_ptr": "*bf16", "norm_ptr": "*bf16", "total_ptr": "*bf16", "eps": "fp32"}
+    types |= {"x_stride": "i32", "delta_stride": "i32", "inner": "i32"}
+    constants = {"NORM": True, "ADD": True, "LARGEST": module.LARGEST, "BLOCK": 16384}
     compiles(module._quantize_planes_kernel, types, constants, 16)
 
 

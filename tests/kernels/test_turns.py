@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eyas.kernels import accept, gated, lang, norm, norm_parts
+from eyas.kernels import accept, gated, lang, norm, norm_parts, planes
 from eyas.kernels.draw import candidates
 from eyas.kernels.experts_triton import Shared, experts_triton
 from eyas.kernels.router import router
@@ -29,7 +29,9 @@ def work(seed: int, rounds: int) -> list[torch.Tensor]:
 
     x, weight, gates = randn(4, 512), randn(512), randn(16, 512).float() * 0.05
     gate_up, down = randn(16, 512, 512) * 0.05, randn(16, 512, 256) * 0.05
-    counters = Counters()
+    counters, others = Counters(), Counters()
+    eight = (randn(512, 512) * 40).clamp(-127, 127).to(torch.int8)
+    scales = torch.full((512,), 1e-3, device="cuda")
     ids, sampling = torch.arange(512, device="cuda"), rows_of([0.0] * 4)
     kept, slots = torch.zeros(6, 512, device="cuda").bfloat16(), fresh_slots(4, device="cuda")
 
@@ -44,6 +46,8 @@ def work(seed: int, rounds: int) -> list[torch.Tensor]:
             given = (heads, chosen, chances, gate_up, down)
             y = experts_triton(*given, shared=shared, lists=lists)
             y = gated.gated(torch.stack((y, normed), 1).flatten(1))
+            before = norm.Norm(weight=weight, eps=1e-5, delta=total)
+            y, total = planes.int8_norm_linear(y, before, eight, scales, None, others)
             tokens, _ = candidates(y, ids, 1, sampling, slots.slots, 1, sampled=False, noise=False)
             nodes = chain(tokens[:, 0], tokens)
             settled = accept.settle(nodes.tokens, nodes.parents, nodes.tokens, 1, True, slots)

@@ -68,7 +68,9 @@ def rms_norm_first_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) 
 
 
 @triton.jit
-def _row(x, w_ptr, columns, inside, size, eps, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def normed_row(  # type: ignore[no-untyped-def]
+    x, w_ptr, columns, inside, size, eps, dtype: tl.constexpr
+):
     """A row of float32 numbers, normed and weighted."""
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     weight = tl.load(w_ptr + columns, inside, 0.0).to(tl.float32)
@@ -102,7 +104,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         total = (x + delta).to(dtype)
         tl.store(total_ptr + row * size + columns, total, inside)
         x = total.to(tl.float32)
-    y = _row(x, w_ptr, columns, inside, size, eps, dtype)
+    y = normed_row(x, w_ptr, columns, inside, size, eps, dtype)
     tl.store(out_ptr + row * size + columns, y, inside)
 
 
@@ -125,7 +127,7 @@ def _norm_first_kernel(  # type: ignore[no-untyped-def]
     first = columns < size
     x = tl.load(x_ptr + row * x_stride + columns, columns < wide, 0.0)
     dtype = out_ptr.dtype.element_ty
-    y = _row(tl.where(first, x.to(tl.float32), 0.0), w_ptr, columns, first, size, eps, dtype)
+    y = normed_row(tl.where(first, x.to(tl.float32), 0.0), w_ptr, columns, first, size, eps, dtype)
     tl.store(out_ptr + row * wide + columns, tl.where(first, y, x), columns < wide)
 
 
@@ -152,7 +154,7 @@ def _norm_pair_kernel(  # type: ignore[no-untyped-def]
     if half == 1:
         x_ptr, w_ptr = right_ptr + row * right_stride, right_w_ptr
     x = tl.load(x_ptr + columns, inside, 0.0).to(tl.float32)
-    y = _row(x, w_ptr, columns, inside, size, eps, out_ptr.dtype.element_ty)
+    y = normed_row(x, w_ptr, columns, inside, size, eps, out_ptr.dtype.element_ty)
     tl.store(out_ptr + (row * 2 + half) * size + columns, y, inside)
 
 

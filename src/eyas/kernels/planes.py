@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from eyas.kernels.gated import gated, gated_reference
 from eyas.kernels.lang import runs_kernels
+from eyas.kernels.norm import Norm
 from eyas.kernels.planes_triton import LARGEST, ROWS, counted, planes_triton, run
 from eyas.kernels.skinny import Counters
 from eyas.kernels.skinny_triton import Plan
@@ -43,12 +44,31 @@ def int8_linear(
     int8; scales [N] are float32, on a CPU bfloat16 as x is.
     """
     if runs_kernels(x):
-        return _launch(x, weight, scales, bias, counters, gates)
+        return _launch(x, None, weight, scales, bias, counters, gates)[0]
     if x.device.type == "cpu":
         y = torch._weight_int8pack_mm(x, weight, scales)
         y = y if bias is None else y + bias
         return gated(y) if gates else y
     return int8_linear_reference(x, weight, scales, bias, gates)
+
+
+def int8_norm_linear(
+    x: torch.Tensor,
+    norm: Norm,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    counters: Counters,
+    gates: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`int8_linear` of the normed rows, `x (+ norm.delta)` [..., K]).
+
+    One launch norms rows and cuts them in planes.
+    """
+    if runs_kernels(x):
+        return _launch(x, norm, weight, scales, bias, counters, gates)
+    normed, x = norm(x)
+    return int8_linear(normed, weight, scales, bias, counters, gates), x
 
 
 def planes_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,19 +119,20 @@ def config(outputs: int, inputs: int, gated: bool = False) -> Plan:
 
 def _launch(
     x: torch.Tensor,
+    norm: Norm | None,
     weight: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None,
     counters: Counters,
     gates: bool,
-) -> torch.Tensor:
-    """`run` of rows of any leading shape."""
-    planes, units = planes_triton(x.reshape(-1, x.shape[-1]))
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `int8_norm_linear`; without a norm x is as it was."""
+    planes, units, total = planes_triton(x.reshape(-1, x.shape[-1]), norm)
     plan = config(weight.shape[0], weight.shape[1], gates)
     count = counted(plan, weight.shape[0])
     counts = counters.zeros(count, x.device) if count else None
     y = run(planes, units, weight, scales, plan, x.dtype, bias=bias, gated=gates, counts=counts)
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], -1), total.view(x.shape)
 
 
 def cost(rows: int, outputs: int, inputs: int) -> tuple[int, int]:

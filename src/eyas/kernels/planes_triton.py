@@ -17,6 +17,7 @@ import math
 import torch
 
 from eyas.kernels.lang import block_of, take_turn, tl, triton, turns, warps_of
+from eyas.kernels.norm import Norm, normed_row
 from eyas.kernels.skinny_triton import Plan, ask, lines
 
 ROWS = (4, 8, 16, 32)
@@ -30,19 +31,34 @@ MOST_INPUTS = (2**31 - 1) // (127 * 128)
 @triton.jit
 def _quantize_planes_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
+    delta_ptr,
+    norm_ptr,
+    total_ptr,
     planes_ptr,
     unit_ptr,
     x_stride,
+    delta_stride,
     inner,
+    eps,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (row): see `eyas.kernels.planes.planes_reference`."""
+    """Program (row): its planes; if NORM, of the row, plus `delta` if ADD, normed."""
     take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + k, k < inner, 0.0).to(tl.float32)
+    dtype = x_ptr.dtype.element_ty
+    if ADD:
+        delta = tl.load(delta_ptr + row * delta_stride + k, k < inner, 0.0).to(tl.float32)
+        total = (x + delta).to(dtype)
+        tl.store(total_ptr + row * inner + k, total, k < inner)
+        x = total.to(tl.float32)
+    if NORM:
+        x = normed_row(x, norm_ptr, k, k < inner, inner, eps, dtype).to(tl.float32)
     most = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0)
     whole = tl.floor(x * tl.div_rn(LARGEST, tl.maximum(most, 1e-30)) + 0.5).to(tl.int32)
     high = (whole + 128) >> 8
@@ -190,25 +206,39 @@ def _planes_linear_kernel(  # type: ignore[no-untyped-def]
         )
 
 
-def planes_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `eyas.kernels.planes.planes_reference`."""
+def planes_triton(
+    x: torch.Tensor, norm: Norm | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(planes, units) of x [T, K], normed if there is a norm, and x (+ its delta) [T, K].
+
+    Planes and units are those of `eyas.kernels.planes.planes_reference`.
+    """
     num_rows, inner = x.shape
+    delta = None if norm is None or norm.delta is None else norm.delta.reshape(x.shape)
     assert x.stride(1) == 1, "numbers of a row lie side by side"
+    total = x if delta is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     planes = torch.empty(2 * num_rows, inner, dtype=torch.int8, device=x.device)
     units = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     block = block_of(inner)
     _quantize_planes_kernel[(num_rows,)](
         x,
+        x if delta is None else delta,
+        x if norm is None else norm.weight,
+        total,
         planes,
         units,
         x.stride(0),
+        0 if delta is None else delta.stride(0),
         inner,
+        0.0 if norm is None else norm.eps,
+        NORM=norm is not None,
+        ADD=delta is not None,
         LARGEST=LARGEST,
         BLOCK=block,
         num_warps=warps_of(block),
         **turns(x),
     )
-    return planes, units
+    return planes, units, total
 
 
 def run(

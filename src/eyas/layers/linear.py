@@ -270,8 +270,8 @@ class Int8Linear(nn.Module):
         self, x: torch.Tensor, norm: Norm, gates: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Linear.normed`."""
-        normed, x = norm(x)
-        return self.gated(normed) if gates else self(normed), x
+        layer = (self.weight, self.scales, self.bias, self.counters)
+        return planes.int8_norm_linear(x, norm, *layer, gates)
 
 
 def scale_type(device: torch.device, dtype: torch.dtype) -> torch.dtype:
