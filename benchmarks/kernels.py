@@ -306,11 +306,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="a part of the names to measure")
     parser.add_argument("--sweep", action="store_true", help="other tiles for the experts instead")
-    parser.add_argument("--early", action="store_true", help="launch kernels early")
+    parser.add_argument("--late", action="store_true", help="launch no kernel early")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     console = Console(width=110)
-    lang.EARLY = args.early
+    lang.EARLY = not args.late
     if args.sweep:
         sweep(console)
         return

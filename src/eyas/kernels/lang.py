@@ -29,8 +29,12 @@ except ImportError:
 
 __all__ = ["block_of", "prefetch", "runs_kernels", "take_turn", "tl", "triton", "turns", "warps_of"]
 
-EARLY = False
-"""Whether kernels are launched before the one they follow has ended: see `take_turn`."""
+EARLY = True
+"""Whether kernels are launched before the one they follow has ended: see `take_turn`.
+
+What a pass is given (lengths, pages, bits of trees) is written before its embedding is read, by a
+launch of the library that waits for all before it; so a kernel may read that ahead of its turn.
+"""
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
