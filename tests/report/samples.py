@@ -73,6 +73,50 @@ def explain_record() -> dict[str, Any]:
         "graph_launches": 1.0,
         "syncs": {},
         "copies_to_host": 1.0,
+        "cells": [
+            {"stage": "verify", "component": "dense linear", "ms": 3.8, "launches": 64.0}
+            | {"gb": 14.0, "gflop": 60.0, "floor_ms": 3.4, "over_floor": 1.12},
+            {"stage": "draft", "component": "metadata", "ms": 0.02, "launches": None}
+            | dict.fromkeys(("gb", "gflop", "floor_ms", "over_floor")),
+        ],
+        "by_batch": [
+            {"batch": 1, "tok_per_s": 240.0, "cycle_ms": 6.1, "accept_length": 2.4},
+            {"batch": 8, "tok_per_s": 1600.0, "cycle_ms": 7.0, "accept_length": 2.4},
+        ],
+        "ranks": [
+            {
+                "rank": 0,
+                "timeline": {
+                    "length_ms": 6.1,
+                    "streams": {
+                        "7": [
+                            [0.0, 0.5, "dense linear", "draft", 3],
+                            [0.6, 5.2, "attention", "verify", 60],
+                        ]
+                    },
+                },
+            }
+        ],
+        "lesson": {
+            "stages": {
+                "draft": {"host_ms": 0.9, "true_ms": 0.5},
+                "verify": {"host_ms": 1.1, "true_ms": 5.2},
+            },
+            "words": "A host clock around each stage sees launches, not work.",
+        },
+        "decode": {
+            "cycle_ms": 5.0,
+            "device_ms": 4.9,
+            "idle_ms": 0.1,
+            "components": {"dense linear": 4.0, "attention": 0.9},
+            "stages": {"decode": {"device_ms": 4.9, "idle_ms": 0.1, "components": {}}},
+        },
+        "rows": [
+            {"option": "as measured", "costs": "", "decode_ms": 5.0, "cycle_ms": 6.0}
+            | {"tok_per_s": 240.0, "speedup": 1.2, "break_even": 1.2},
+            {"option": "no idle time", "costs": "work on the host", "decode_ms": 5.0}
+            | {"cycle_ms": 5.7, "tok_per_s": 252.0, "speedup": 1.26, "break_even": 1.14},
+        ],
         "by_context": [
             {"context": 512, "tok_per_s": 240.0},
             {"context": 2048, "tok_per_s": 231.5},

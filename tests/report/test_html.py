@@ -33,7 +33,10 @@ RECORDS: dict[str, tuple[Callable[[Path], dict[str, Any]], set[str]]] = {
     "ranks": (samples.ranks_record, {"timeline", "components", "idle", "ranks", "kernels"}),
     "explain": (
         lambda _: samples.explain_record(),
-        {"components", "idle", "acceptance", "context"},
+        {
+            *("timeline", "components", "idle", "cells", "acceptance", "context", "batch"),
+            *("lesson", "what-if", "beside-0-components"),
+        },
     ),
     "plan": (lambda _: samples.plan_record(), {"what-if"}),
     "diff": (

@@ -23,7 +23,7 @@ from eyas.fingerprint import fingerprint
 from eyas.report.acceptance import summarise
 from eyas.report.bench import encode
 from eyas.report.explaining.cells import cells, floors
-from eyas.report.explaining.changes import Base, changes
+from eyas.report.explaining.changes import Base, changes, predicted
 from eyas.report.explaining.floors import Machine, counted, machine_of, setting_of
 from eyas.report.explaining.lesson import lesson
 from eyas.report.explaining.side import Side, take_apart
@@ -32,6 +32,7 @@ from eyas.report.explaining.words import verdict
 from eyas.report.explaining.workload import Group, Workload
 from eyas.report.options import ExplainConfig
 from eyas.report.records import stamped
+from eyas.setting import Setting
 
 BATCH_STEPS = 32
 """Cycles that a further batch size is measured for."""
@@ -159,15 +160,16 @@ def _record(
     )
     record["break_even"] = base.cycle_ms / base.decode_ms
     chain = spec.num_steps if spec.eagle_topk == 1 else 0
-    record["rows"] = changes(base, record, acceptance["acceptance_by_position"], chain)
-    return record
+    rows = changes(base, record, acceptance["acceptance_by_position"], chain)
+    setting = _setting(llm, main, batch)
+    rows += predicted(base, llm, setting, machine, acceptance["conditional_acceptance"])
+    return record | {"rows": sorted(rows, key=lambda row: -row["gain"])}
 
 
 def _side(llm: LLM, machine: Machine, side: Side, batch: int, single: bool) -> dict[str, Any]:
     """The parts of a cycle, or of a plain step, beside what they must take."""
-    experts = side.experts["mean"] if side.experts else None
-    setting = setting_of(llm, batch, side.context, experts)
-    rows = cells(side.values["stages"], counted(llm, setting, machine, single), side.launches)
+    counts = counted(llm, _setting(llm, side, batch), machine, single)
+    rows = cells(side.values["stages"], counts, side.launches)
     return side.values | {
         "cells": rows,
         "floors": floors(rows),
@@ -177,3 +179,7 @@ def _side(llm: LLM, machine: Machine, side: Side, batch: int, single: bool) -> d
         "startup": startup(side.steps, side.steady_from),
         "notes": list(side.notes),
     }
+
+
+def _setting(llm: LLM, side: Side, batch: int) -> Setting:
+    return setting_of(llm, batch, side.context, side.experts["mean"] if side.experts else None)

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from eyas.report.explaining.changes import AS_MEASURED, Base, changes
+from eyas.hardware import load_profile
+from eyas.report.explaining.changes import AS_MEASURED, Base, changes, predicted
+from eyas.report.explaining.floors import setting_of
+from tests.helpers import chain, tiny_drafter, tiny_target
+from tests.report.explaining.running import tiny_llm
 
 BASE = Base(cycle_ms=10.0, decode_ms=8.0, accept_length=2.0, batch=2)
 RECORD: dict[str, Any] = {
@@ -47,3 +52,17 @@ def test_trees_and_single_ranks_have_fewer_rows() -> None:
     found = changes(BASE, RECORD | {"collectives": None}, [0.6], 0)
     names = {row["option"] for row in found}
     assert not any("chain" in name or "rank" in name for name in names)
+
+
+def test_predictions_are_shares_of_what_was_measured() -> None:
+    """Faults: a GPU's what-if for a CPU; milliseconds of a model taken for measured ones."""
+    llm = tiny_llm(tiny_target(), tiny_drafter(), chain(3))
+    setting, machine = setting_of(llm, 1, 100.0, None), load_profile("h200")
+    assert predicted(BASE, llm, setting, machine, [0.5, 0.5, None]) == []
+    llm.engine.runner.device = torch.device("cuda")
+    found = predicted(BASE, llm, setting, machine, [0.5, 0.5, None])
+    assert found
+    for row in found:
+        assert row["costs"].endswith("predicted")
+        assert row["gain"] > 1
+        assert row["decode_ms"] == BASE.decode_ms

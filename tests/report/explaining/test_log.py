@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from eyas.report.components import METADATA
-from eyas.report.explaining.log import ENTER, LEAVE, MARK, Segment, bars, collectives, segments
+from eyas.report.explaining.log import (
+    ENTER,
+    LEAVE,
+    MARK,
+    Event,
+    Segment,
+    bars,
+    collectives,
+    segments,
+)
 
 MS = 1_000_000
 EVENTS = [
-    # ns, the thread's own ns (at no range's depth), kind, name
-    (0, 0, MARK, "host"),
-    (1 * MS, 1 * MS, MARK, "draft"),
-    (2 * MS, 2 * MS, ENTER, "dense linear"),
-    (3 * MS, 0, ENTER, "all-reduce"),
-    (5 * MS, 0, LEAVE, ""),
-    (6 * MS, 6 * MS, LEAVE, ""),
-    (10 * MS, 7 * MS, MARK, "verify"),
-    (11 * MS, 8 * MS, ENTER, "attention"),
-    (14 * MS, 11 * MS, LEAVE, ""),
-    (15 * MS, 12 * MS, MARK, "host"),
+    Event(*one)
+    for one in [
+        # ns, the thread's own ns (at no range's depth), kind, name
+        (0, 1, MARK, "host"),
+        (1 * MS, 1 * MS, MARK, "draft"),
+        (2 * MS, 2 * MS, ENTER, "dense linear"),
+        (3 * MS, 0, ENTER, "all-reduce"),
+        (5 * MS, 0, LEAVE, ""),
+        (6 * MS, 6 * MS, LEAVE, ""),
+        (10 * MS, 7 * MS, MARK, "verify"),
+        (11 * MS, 8 * MS, ENTER, "attention"),
+        (14 * MS, 11 * MS, LEAVE, ""),
+        (15 * MS, 12 * MS, MARK, "host"),
+    ]
 ]
 
 

@@ -1,16 +1,24 @@
 """What would change a measured cycle most: single changes, computed from its own parts.
 
 Rows have the keys of `eyas plan`. Nothing is assumed but what a row's `costs` says: fewer drafts
-keep the acceptance of the positions that remain, a part at its floor takes that.
+keep the acceptance of the positions that remain, a part at its floor takes that. Where the
+machine's profile is known, changes that `eyas plan` predicts stand beside, by their shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eyas.engine.engine import LLM
+from eyas.errors import ConfigError
+from eyas.estimate import Scenario
+from eyas.hardware import HardwareProfile
 from eyas.report.components import DRAFT, EXTEND
+from eyas.report.explaining.floors import Machine, drafter_config
+from eyas.report.whatif import plan
+from eyas.setting import Setting
 
 AS_MEASURED = "as measured"
 NOTABLE = 0.005
@@ -86,3 +94,39 @@ def _parts(base: Base, record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if shared and record["ranks"]:
         waiting = shared["waiting_ms"].get(str(record["ranks"][0]["rank"]), 0.0)
         yield base.row("no waiting for late ranks", "find the rank", cycle - waiting, length)
+
+
+def predicted(
+    base: Base, llm: LLM, setting: Setting, machine: Machine, given: Sequence[float | None]
+) -> list[dict[str, Any]]:
+    """Rows of `eyas plan` for the run's own scenario; none where the profile is of another kind.
+
+    A row's cycle is the measured one times what is predicted for the change over what is predicted
+    for the run as it is. `given`: acceptance by position where those before were accepted.
+    """
+    on_gpu = llm.engine.runner.device.type == "cuda"
+    if not isinstance(machine, HardwareProfile) or bool(machine.eager_us) != on_gpu:
+        return []
+    known = tuple(rate for rate in given if rate is not None)
+    scenario = Scenario(
+        target=llm.target_config,
+        drafter=drafter_config(llm),
+        speculation=llm.engine.speculation,
+        setting=setting,
+        profile=machine,
+        rates=known or (0.0,),
+    )
+    try:
+        found = plan(scenario)["rows"]
+    except ConfigError:  # more ranks than the profile's machine has
+        return []
+    [as_asked] = [row for row in found if row["option"] == "as asked"]
+    rows = []
+    for row in found:
+        if row["option"] in ("as asked", "no speculation") or row["gain"] < 1 + NOTABLE:
+            continue
+        cycle = base.cycle_ms * row["cycle_ms"] / as_asked["cycle_ms"]
+        length = base.accept_length * row["accept_length"] / as_asked["accept_length"]
+        costs = f"{row['costs']}; predicted" if row["costs"] else "predicted"
+        rows.append(base.row(row["option"], costs, cycle, length))
+    return rows

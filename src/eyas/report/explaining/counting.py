@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eyas.engine.cycle import Parts
 from eyas.layers.moe import RoutedMLP
 from eyas.report.components import COLLECT, HOST, PREFILL
-from eyas.report.explaining.ranges import own_part
+from eyas.report.explaining.ranges import Nested, own_part
 
 READS = {
     "item",
@@ -41,7 +41,7 @@ BESIDE = (HOST, COLLECT, PREFILL)
 """Stages in which the host reads results by design."""
 
 
-class Counts(TorchDispatchMode):
+class Counts(Nested, TorchDispatchMode):
     """Counts operators of steps; is their spans and ranges too."""
 
     def __init__(self) -> None:

@@ -134,7 +134,10 @@ def drafter_config(llm: LLM) -> DrafterConfig | ModelConfig | None:
 
 
 def counted(llm: LLM, setting: Setting, machine: Machine, plain: bool) -> dict[str, Any]:
-    """Bytes, FLOPs, launches and floors by stage and component: a cycle's, or a plain step's."""
+    """Bytes, FLOPs, launches and floors by stage and component: a cycle's, or a plain step's.
+
+    Of collectives the bytes of their messages, and no floor.
+    """
     if plain:
         target, stages = plain_step(llm.target_config, setting), dict[str, Sequence[Op]]()
     else:
@@ -155,7 +158,7 @@ def _by_component(ops: Iterable[Op], machine: Machine) -> dict[str, dict[str, fl
         if op.work is Work.FIXED:
             continue
         one = found[op.component]
-        one["gb"] += op.bytes * op.times / 1e9
+        one["gb"] += (op.bytes or op.message) * op.times / 1e9
         one["gflop"] += op.flops * op.times / 1e9
         part_of_other = isinstance(machine, HardwareProfile) and joined(op, machine, EYAS)
         one["launches"] += 0 if part_of_other else op.launches * op.times

@@ -23,8 +23,8 @@ from eyas.report.explaining.ranges import watched
 from eyas.report.explaining.workload import Step, Workload
 from eyas.spans import NoSpans
 
-BLOCK = 2
-"""Cycles of a kind before the other kind has its turn."""
+BLOCK = 4
+"""Cycles of a kind before the other kind has its turn; the first one of a turn warms up."""
 QUIET = 0.05, 0.45
 """The share of cycles by length that means are over."""
 PRECISE, LONGEST = 0.005, 3
@@ -64,18 +64,18 @@ def sample(workload: Workload, count: int) -> tuple[list[Step], list[Watched]]:
     seen: list[Watched] = []
     size = max(len(prompts) for prompts, _ in workload.groups)
     while not _enough(plain, seen, count):
-        for _ in range(BLOCK):
+        for i in range(BLOCK):
             step = workload.step()
-            if step is not None and step.requests == size:
+            if i and step is not None and step.requests == size:
                 plain.append(step)
         log = Log()
         with logged(workload.engine, log):
-            for _ in range(BLOCK):
+            for i in range(BLOCK):
                 log.mark(None)
                 step = workload.step(watched=True)
                 log.mark(None)
                 events = log.take()
-                if step is None or step.requests != size:
+                if not i or step is None or step.requests != size:
                     continue
                 found = segments(events)
                 total = found[-1].start + found[-1].length

@@ -34,7 +34,7 @@ from eyas.report.components import (
     UNKNOWN,
     VERIFY,
 )
-from eyas.report.explaining.ranges import own_part, watched
+from eyas.report.explaining.ranges import Nested, own_part, watched
 from eyas.report.traces.cycles import Cycles
 from eyas.report.traces.places import components
 from eyas.report.traces.reading import read_trace
@@ -45,7 +45,7 @@ STAGE, PART = "eyas.stage:", "eyas.part:"
 """Names of ranges begin so."""
 
 
-class Recorded:
+class Recorded(Nested):
     """Spans and ranges as named ranges of the profiler."""
 
     def __init__(self) -> None:

@@ -54,14 +54,37 @@ def own_part(stage: str) -> str:
     return OWN.get(stage, METADATA)
 
 
+Method = Callable[..., Any]
+
+
 class Ranges(Protocol):
-    """Is told where ranges begin and end; they are nested."""
+    """Makes ranges: they are nested."""
+
+    def wrap(self, method: Method, part: str, outer: bool) -> Method:
+        """`method` as a range that works for `part`; `outer`: no other encloses it, usually."""
+
+
+class Nested:
+    """Ranges of who wants to know where they begin and end."""
 
     def enter(self, part: str) -> None:
         """Work for component `part` begins."""
 
     def leave(self) -> None:
         """The range that began last ends."""
+
+    def wrap(self, method: Method, part: str, outer: bool) -> Method:
+        """See `Ranges`."""
+        del outer
+
+        def run(*args: Any, **named: Any) -> Any:
+            self.enter(part)
+            try:
+                return method(*args, **named)
+            finally:
+                self.leave()
+
+        return run
 
 
 class _Wrapping:
@@ -77,22 +100,9 @@ class _Wrapping:
             setattr(owner, name, method)
             self._changed.append((owner, name))
 
-    def range(self, owner: Any, name: str, part: str) -> None:
+    def range(self, owner: Any, name: str, part: str, outer: bool = False) -> None:
         """A range around `owner.name`."""
-        self.put(owner, name, self.inside(getattr(owner, name), part))
-
-    def inside(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """`method` in a range."""
-        enter, leave = self.ranges.enter, self.ranges.leave
-
-        def run(*args: Any, **named: Any) -> Any:
-            enter(part)
-            try:
-                return method(*args, **named)
-            finally:
-                leave()
-
-        return run
+        self.put(owner, name, self.ranges.wrap(getattr(owner, name), part, outer))
 
     def restore(self) -> None:
         """Take all of it off."""
@@ -110,7 +120,7 @@ def watched(parts: Parts, ranges: Ranges) -> Iterator[None]:
         _drafter(wrapping, parts.drafter)
         if parts.target.group.size > 1:
             for name in COLLECTIVES:
-                wrapping.range(parts.target.group, name, ALL_REDUCE)
+                wrapping.range(parts.target.group, name, ALL_REDUCE, outer=True)
         yield
     finally:
         wrapping.restore()
@@ -125,18 +135,18 @@ def _drafter(wrapping: _Wrapping, drafter: Any) -> None:
     else:
         return
     _attention(wrapping, drafter.attention, drafter.pool)
-    wrapping.range(drafter.growth, "_candidates", SAMPLING)
+    wrapping.range(drafter.growth, "_candidates", SAMPLING, outer=True)
 
 
 def _decoder(wrapping: _Wrapping, network: Decoder) -> None:
-    wrapping.range(network, "forward", NORM)
-    wrapping.range(network, "logits", LM_HEAD)
+    wrapping.range(network, "forward", NORM, outer=True)
+    wrapping.range(network, "logits", LM_HEAD, outer=True)
     _layers(wrapping, network, network.head)
 
 
 def _eagle3(wrapping: _Wrapping, network: Eagle3) -> None:
     for name, part in (("forward", NORM), ("fuse", NORM), ("score", LM_HEAD)):
-        wrapping.range(network, name, part)
+        wrapping.range(network, name, part, outer=True)
     _layers(wrapping, network, network.head)
 
 
@@ -158,18 +168,19 @@ def _layers(wrapping: _Wrapping, network: nn.Module, head: nn.Module | None) -> 
                 wrapping.range(module, name, DENSE)
 
 
-def _normed(wrapping: _Wrapping, layer: Linear | Int8Linear) -> Callable[..., Any]:
+def _normed(wrapping: _Wrapping, layer: Linear | Int8Linear) -> Method:
     """`layer.normed`, whose norm is told apart."""
-    norms = wrapping.inside(Norm.__call__, NORM)
+    norms = wrapping.ranges.wrap(Norm.__call__, NORM, False)
 
     def normed(x: torch.Tensor, norm: Norm, gates: bool = False) -> Any:
         rows, x = norms(norm, x)
-        return (layer.gated(rows) if gates else layer(rows)), x
+        return (layer.gated if gates else layer.forward)(rows), x
 
     return normed
 
 
 def _attention(wrapping: _Wrapping, attention: PagedAttention, pool: KVPool) -> None:
-    begin: Any = wrapping.inside(attention.begin, METADATA)
-    wrapping.put(attention, "begin", lambda batch: wrapping.inside(begin(batch), ATTENTION))
+    wrap = wrapping.ranges.wrap
+    begin: Any = wrap(attention.begin, METADATA, True)
+    wrapping.put(attention, "begin", lambda batch: wrap(begin(batch), ATTENTION, False))
     wrapping.range(pool, "write", KV_WRITE)
