@@ -11,7 +11,7 @@ from eyas.config import SamplingParams, SpeculationConfig
 from eyas.engine.engine import Engine
 from eyas.report.components import DEVICE
 from eyas.report.explaining.host import logged
-from eyas.report.explaining.log import Log, segments
+from eyas.report.explaining.log import Log, events, segments
 from eyas.report.explaining.ranges import watched
 from eyas.spans import NoSpans
 from tests.helpers import (
@@ -81,10 +81,10 @@ def test_segments_have_no_holes_and_known_names(shape: str) -> None:
             log.mark(None)
             engine.step()
             log.mark(None)
-            events = log.take()
-            found = segments(events)
+            noted = events(log.take())
+            found = segments(noted)
             assert all(s.length >= 0 for s in found)
-            assert sum(s.length for s in found) == events[-1][0] - events[0][0]
+            assert sum(s.length for s in found) == noted[-1].now - noted[0].now
             assert {s.part for s in found} <= {*DEVICE, "idle"}
     seen = {(s.stage, s.part) for s in found}
     for part in ("attention", "dense linear", "LM head", "norm/rope/elementwise", "KV write"):
@@ -105,7 +105,7 @@ def test_experts_and_latent_attention_have_their_components() -> None:
             log.mark(None)
             engine.step()
             log.mark(None)
-        found = segments(log.take())
+        found = segments(events(log.take()))
     verify = [s for s in found if s.stage == "verify"]
     assert sum(s.part == "MoE" for s in verify) >= 3
     total = {part: sum(s.length for s in verify if s.part == part) for part in DEVICE}

@@ -18,7 +18,7 @@ import numpy as np
 
 from eyas.engine.engine import Engine
 from eyas.report.components import DECODE, DEVICE, HOST, IDLE, STAGES, VERIFY
-from eyas.report.explaining.log import Log, Segment, bars, collectives, segments
+from eyas.report.explaining.log import Log, Segment, bars, collectives, events, segments
 from eyas.report.explaining.ranges import watched
 from eyas.report.explaining.workload import Step, Workload
 from eyas.spans import NoSpans
@@ -40,11 +40,23 @@ T = TypeVar("T", Step, "Watched")
 class Watched:
     """A cycle that was watched."""
 
-    ms: float
-    segments: list[Segment]
-    collectives_ms: list[float]
+    noted: list[Any]
+    """See `Log`."""
     launch: int
     """Which step of the workload it was."""
+
+    @property
+    def ms(self) -> float:
+        """From the first mark to the last."""
+        return float(self.noted[-2] - self.noted[1]) / 1e6
+
+    def segments(self) -> list[Segment]:
+        """The cycle in segments."""
+        return segments(events(self.noted))
+
+    def collectives_ms(self) -> list[float]:
+        """Of each of its collectives, in order."""
+        return collectives(events(self.noted))
 
 
 @contextmanager
@@ -74,18 +86,10 @@ def sample(workload: Workload, count: int) -> tuple[list[Step], list[Watched]]:
                 log.mark(None)
                 step = workload.step(watched=True)
                 log.mark(None)
-                events = log.take()
+                noted = log.take()
                 if not i or step is None or step.requests != size:
                     continue
-                found = segments(events)
-                total = found[-1].start + found[-1].length
-                one = Watched(
-                    ms=total / 1e6,
-                    segments=found,
-                    collectives_ms=collectives(events),
-                    launch=workload.launches - 1,
-                )
-                seen.append(one)
+                seen.append(Watched(noted=noted, launch=workload.launches - 1))
     return plain, seen
 
 
@@ -176,7 +180,7 @@ def _sums(
 
     each = 1e6 * len(chosen)
     for one in chosen:
-        for segment in one.segments:
+        for segment in one.segments():
             stage, after = named(segment.stage), named(segment.following)
             if segment.part == IDLE:
                 idle[HOST] += segment.length / each
@@ -196,4 +200,4 @@ def _sums(
 def _timeline(chosen: Sequence[Watched]) -> dict[str, Any]:
     """The cycle of median length as bars."""
     one = sorted(chosen, key=lambda w: w.ms)[len(chosen) // 2]
-    return {"length_ms": one.ms, "streams": {"0": bars(one.segments)}}
+    return {"length_ms": one.ms, "streams": {"0": bars(one.segments())}}

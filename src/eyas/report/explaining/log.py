@@ -48,8 +48,8 @@ class Segment(NamedTuple):
 class Log:
     """Spans and ranges of steps as events; one step at a time.
 
-    A range costs a third of a microsecond: events are kept flat, three entries each, since objects
-    of their own would wake the collector of garbage.
+    A range costs a third of a microsecond: what is noted stays flat, three entries an event, since
+    objects would wake the collector of garbage in the middle of a cycle.
     """
 
     def __init__(self) -> None:
@@ -86,26 +86,31 @@ class Log:
 
         return whole if outer else quick
 
-    def take(self) -> list[Event]:
-        """The events since the last call."""
-        flat = self._flat
-        found = [
-            Event(now, own, LEAVE, "")
-            if name is None
-            else Event(now, own, ENTER, name)
-            if isinstance(name, str)
-            else Event(now, own, MARK, name[0])
-            for name, now, own in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        ]
-        flat.clear()
-        return found
+    def take(self) -> list[Any]:
+        """What was noted since the last call, for `events`."""
+        flat = self._flat.copy()
+        self._flat.clear()
+        return flat
 
 
-def segments(events: Sequence[Event]) -> list[Segment]:
+def events(flat: Sequence[Any]) -> list[Event]:
+    """What a log noted, as events."""
+    found = []
+    for name, now, own in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+        if name is None:
+            found.append(Event(now, own, LEAVE, ""))
+        elif isinstance(name, str):
+            found.append(Event(now, own, ENTER, name))
+        else:
+            found.append(Event(now, own, MARK, name[0]))
+    return found
+
+
+def segments(noted: Sequence[Event]) -> list[Segment]:
     """A step that began and ended with a mark, in segments without holes."""
     found: list[Segment] = []
     stage, stack = HOST, list[str]()
-    for event, following in pairwise(events):
+    for event, following in pairwise(noted):
         (now, own, kind, name), (then, own_then, next_kind, next_name) = event, following
         if kind == MARK:
             stage = name
@@ -119,14 +124,14 @@ def segments(events: Sequence[Event]) -> list[Segment]:
             waited = waited if waited >= WAITED else 0
         part = stack[-1] if stack else own_part(stage)
         after = next_name if next_kind == MARK else stage
-        found.append(Segment(now - events[0][0], then - now, stage, part, waited, after))
+        found.append(Segment(now - noted[0].now, then - now, stage, part, waited, after))
     return found
 
 
-def collectives(events: Sequence[Event]) -> list[float]:
+def collectives(noted: Sequence[Event]) -> list[float]:
     """ms of each collective of a step, in order."""
     found, begun = list[float](), list[tuple[int, str]]()
-    for now, _, kind, name in events:
+    for now, _, kind, name in noted:
         if kind == ENTER:
             begun.append((now, name))
         elif kind == LEAVE:

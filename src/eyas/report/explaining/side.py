@@ -178,9 +178,10 @@ def _collectives(
     """Transfer and waiting of the watched cycles whose collectives match on all ranks."""
     tables = []
     for one in seen:
+        own = one.collectives_ms() if notes else []
         others = [rank.steps[one.launch - first].collectives_ms for rank in notes]
-        if notes and one.collectives_ms and {len(o) for o in others} == {len(one.collectives_ms)}:
-            tables.append(1e3 * np.array([one.collectives_ms, *others]))
+        if own and {len(o) for o in others} == {len(own)}:
+            tables.append(1e3 * np.array([own, *others]))
     if not tables:
         return None
     ranks = ["0", *(str(rank.rank) for rank in notes)]
