@@ -84,6 +84,11 @@ class Tokenizer:
         tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=added)
         return tokens
 
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations have a form."""
+        return self._template is not None
+
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens the checkpoint puts around a text."""
         ids: list[int] = self._backend.encode(text).ids

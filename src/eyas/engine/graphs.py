@@ -146,7 +146,9 @@ class CycleGraphs:
         return self._twins[name]
 
     def drop_twins(self) -> None:
-        """Free the graphs that hold marks."""
+        """Free the graphs that hold marks, once none of them runs any more."""
+        if self._twins:
+            torch.cuda.synchronize(self.device)
         self._twins.clear()
         self._clock = None
 

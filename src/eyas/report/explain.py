@@ -49,7 +49,7 @@ def explain(
         f"at most max_running_requests={engine.config.max_running_requests} run together",
         "raise max_running_requests",
     )
-    prompts = encode(llm, texts, not config.raw)
+    prompts = encode(llm, texts, llm.tokenizer.has_template and not config.raw)
     each = [dataclasses.replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
     for prompt, one in zip(prompts, each, strict=True):
         engine.check(prompt, one)
