@@ -110,6 +110,8 @@ def test_what_cannot_be_explained_is_refused_before_it_runs() -> None:
         explained(llm, text=TEXT * 40)
     with pytest.raises(ConfigError, match="no-such-profile"):
         explained(llm, profile="no-such-profile")
+    with pytest.raises(RequestError, match="answers of 2 tokens"):
+        explained(llm, tokens=2)
     with pytest.raises(ConfigError, match="by_batch"):
         ExplainConfig(by_batch=(0,))
 

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from eyas.config import SamplingParams
+from eyas.config import SamplingParams, require_request
 from eyas.engine.engine import Engine
 from eyas.engine.request import Status
 from eyas.report.answering import Answering
 
+LEAST, SHORT = 8, 2
+"""Steps without which an answer is short; times that all answers may be so, one after the other."""
 Group = tuple[Sequence[Sequence[int]], Sequence[SamplingParams]]
 """Prompts answered together, and their parameters."""
 
@@ -42,6 +44,7 @@ class Workload:
         self.launches = 0
         """Steps so far, of any kind."""
         self._answering: Answering | None = None
+        self._short = 0
         self._next = 0
         self._end: float | None = None
 
@@ -51,7 +54,10 @@ class Workload:
         return self.engine.overlap
 
     def step(self, watched: bool = False) -> Step | None:
-        """Run a step; None if it was no cycle over all that is unfinished, or has no time."""
+        """Run a step; None if it was no cycle over all that is unfinished, or has no time.
+
+        Raises `RequestError` when answer after answer is too short to be looked at.
+        """
         run = self._answering or self._begin()
         unfinished = [r for r in run.requests if r.status is not Status.FINISHED]
         decoding = all(r.status is Status.RUNNING for r in unfinished)
@@ -103,5 +109,12 @@ class Workload:
 
     def _finish(self) -> None:
         assert self._answering is not None, "something was being answered"
-        self.finished.append(self._answering)
-        self._answering = None
+        run, self._answering = self._answering, None
+        self.finished.append(run)
+        self._short = self._short + 1 if len(run.steps) < LEAST else 0
+        require_request(
+            self._short <= SHORT * len(self.groups),
+            f"answers of {max(len(r.output) for r in run.requests)} tokens",
+            "end before there is a steady cycle to look at",
+            "raise max_tokens, or go on past the end with ignore_eos",
+        )
