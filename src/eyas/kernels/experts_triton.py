@@ -319,7 +319,7 @@ def experts_triton(
     long = own.shape[0] // 2 if inside else 0
     wide, each = x.new_empty(pairs, size), x.new_empty(pairs, hidden)
     more_wide, more = x.new_empty(num_rows, long), x.new_empty(num_rows, hidden)
-    kinds = {"SHARED": inside, "SINGLE": single, "BY_PAIR": by_pair, **turns(x)}
+    kinds = {"SHARED": inside, "SINGLE": single, "BY_PAIR": by_pair, "EARLY": False}
     cut = {"PAIRS": PAIRS, "OUTPUTS": OUTPUTS, "DEPTH": DEPTH, "num_stages": STAGES}
     listed, tiles, more_tiles = (ids, *lists), _tiles(size), _tiles(long)
     even = hidden % DEPTH == 0
