@@ -64,7 +64,7 @@ def _quantize_planes_kernel(  # type: ignore[no-untyped-def]
     high = (whole + 128) >> 8
     tl.store(planes_ptr + 2 * row * inner + k, high.to(tl.int8), k < inner)
     tl.store(planes_ptr + (2 * row + 1) * inner + k, (whole - high * 256).to(tl.int8), k < inner)
-    tl.store(unit_ptr + row, most / LARGEST)
+    tl.store(unit_ptr + row, tl.div_rn(most, LARGEST))
 
 
 @triton.jit
