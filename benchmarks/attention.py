@@ -38,7 +38,8 @@ from eyas.kernels.attention_plan import (
     most_splits,
 )
 from eyas.kernels.kv_write import Layout, write_kv
-from eyas.kernels.paged_attention import cost, node_orders, paged_attention
+from eyas.kernels.node_orders import node_orders
+from eyas.kernels.paged_attention import cost, paged_attention
 from eyas.kv.pool import KVPool
 from eyas.model_config import AttentionShape
 

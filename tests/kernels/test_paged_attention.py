@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.kernels.attention_plan import most_splits
+from eyas.kernels.attention_plan import CAUSAL, RANKS, Workspace, make_plan, most_splits
+from eyas.kernels.kv_write import Layout
 from tests.kernels.attention_cases import (
     Case,
     Sequence,
@@ -198,6 +199,29 @@ def check_path(case: Case, start: int, count: int, **given: Any) -> None:
         assert torch.equal(found[0, path], expected[0]), f"{case} at {start}, {programs} programs"
 
 
+def check_launches(run: Pass, room: int, most: int) -> None:
+    """A workspace with room for `room` tiles of 16 rows gives the bits of one that holds all."""
+    case, splits, programs = run.case, 8, 32
+    space = Workspace.of(room * (splits + 4) * case.value_dim * 16 * 4, torch.device(DEVICE))
+    plan = make_plan(
+        Layout(shape=case.shape, page_size=case.page_size),
+        case.dtype,
+        case.group,
+        len(run.prefixes),
+        run.count,
+        RANKS if run.tree else CAUSAL,
+        splits,
+        programs,
+        space,
+    )
+    assert len(list(plan.launches(len(run.prefixes)))) == most, plan
+    assert plan.parts > 1, "programs do not share keys"
+    given: dict[str, Any] = {"programs": programs, "splits": splits}
+    whole, _ = by_kernel(case, tails(run), **given)
+    cut, _ = by_kernel(case, tails(run), workspace_bytes=space.sums.nbytes, **given)
+    assert torch.equal(whole, cut), f"{most} launches: {run}"
+
+
 def run_reference(passes: list[Pass]) -> None:
     """Every pass, in order."""
     for run in passes:
@@ -213,6 +237,11 @@ def run_bits_small() -> None:
     check_company(LATENT, 127, (2,))
     check_path(three, 123, 9)
     check_path(two, 250, 20, splits=2)
+    check_launches(Pass(case=three, prefixes=[140], count=20), 3, 2)
+    check_launches(Pass(case=three, prefixes=[140], count=20, tree=True), 3, 2)
+    check_launches(Pass(case=LATENT, prefixes=[200], count=5), 2, 3)
+    check_launches(Pass(case=replace(LATENT, group=24), prefixes=[140], count=4, tree=True), 3, 2)
+    check_launches(Pass(case=two, prefixes=[300, 5, 140, 150], count=2), 3, 2)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")

@@ -21,7 +21,8 @@ from eyas.kernels.attention_plan import (
     most_splits,
 )
 from eyas.kernels.kv_write import Layout, write_kv
-from eyas.kernels.paged_attention import node_orders, paged_attention
+from eyas.kernels.node_orders import node_orders
+from eyas.kernels.paged_attention import paged_attention
 from eyas.kv.pool import KVPool
 
 

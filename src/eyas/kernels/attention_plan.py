@@ -7,6 +7,8 @@ plan holds for every length of the requests.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +27,7 @@ SPARE_SLOTS = 4
 MAX_TILES = 4096
 """Tiles of a pass whose keys may be shared by several programs."""
 WORKSPACE_BYTES = 2**27
-"""What the sums of splits may take; passes that want more are cut into fewer programs."""
+"""What the sums of splits may take; passes that want more are launched bit by bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,22 @@ class Workspace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Tiles of a pass that are worked on at once, in the order of launches."""
+
+    first_request: int
+    requests: int
+    first_tile: int
+    tiles: int
+    """Of each of these requests and KV heads."""
+
+    @property
+    def range_of_tiles(self) -> tuple[int, int]:
+        """Half open."""
+        return self.first_tile, self.first_tile + self.tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Programs of a pass over one layer."""
 
@@ -72,6 +90,10 @@ class Plan:
     """Programs that share a tile's keys; a single one folds its sums in registers."""
     num_tiles: int
     """Tiles of a request and KV head."""
+    requests_at_once: int
+    """Requests of a launch; the workspace serves one launch after the other."""
+    tiles_at_once: int
+    """Tiles of a request and KV head in a launch."""
     num_warps: int
     num_stages: int
     """Of Triton's pipeline. Keys wait for page numbers, so 5 hold 3 blocks, 3 hold 2, 1 holds 1."""
@@ -82,14 +104,56 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Rows of a request and KV head, with those that fill the last tile."""
-        return self.num_tiles * self.tile
+        """Rows of a request and KV head in a launch, with those that fill the last tile."""
+        return self.tiles_at_once * self.tile
+
+    def launches(self, requests: int) -> Iterator[Launch]:
+        """Those of a pass over so many requests."""
+        for request in range(0, requests, self.requests_at_once):
+            for tile in range(0, self.num_tiles, self.tiles_at_once):
+                yield Launch(
+                    first_request=request,
+                    requests=min(self.requests_at_once, requests - request),
+                    first_tile=tile,
+                    tiles=min(self.tiles_at_once, self.num_tiles - tile),
+                )
 
 
 def most_splits(num_kv_heads: int) -> int:
     """Splits of a row at most: what lets one long request fill a device, whatever the device."""
     each = 1 << (ONE_REQUEST // num_kv_heads).bit_length() >> 1
     return max(8, min(64, each)) * 3 // 2
+
+
+def _at_once(requests: int, tiles: int, room: int, unit: int) -> tuple[int, int] | None:
+    """Requests and tiles of each in a launch, alike in all launches about; None: no room.
+
+    There is room for `room` tiles of a KV head. Launches begin with a node, at every `unit` tiles.
+    """
+    if tiles <= room:
+        launches = -(-requests // (room // tiles))
+        return -(-requests // launches), tiles
+    units = -(-tiles // unit)
+    launches = -(-units // max(room // unit, 1))
+    each = -(-units // launches) * unit
+    return (1, each) if each <= room else None
+
+
+def _cut(
+    requests: int, heads: int, tiles: int, room: int, unit: int, programs: int, narrow: bool
+) -> tuple[int, int, int]:
+    """Programs that share a tile's keys, requests and tiles of each at once; see `_at_once`.
+
+    With `narrow` a multiprocessor has room for one program.
+    """
+    each = requests * heads * tiles
+    found = _at_once(requests, tiles, room // heads, unit)
+    if found is None or (found != (requests, tiles) and 4 * each > programs):
+        return 1, requests, tiles  # nearly all of a device is busy anyhow
+    each = found[0] * heads * found[1]
+    # a few tiles' parts are through sooner with a processor each; many tiles fill them anyhow
+    parts = (programs // 2 if narrow or 8 * each <= programs else programs) // each
+    return parts, *found
 
 
 def make_plan(
@@ -114,16 +178,14 @@ def make_plan(
     largest = 16 if not narrow else 64 if values <= 128 else 32
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
     tiles = -(-rows // tile)
-    each = requests * heads * tiles
-    # a few tiles' parts are through sooner with a processor each; many tiles fill them anyhow
-    parts = (programs // 2 if 8 * each <= programs else programs) // each
+    slots = (splits + SPARE_SLOTS) * values * tile
+    room, unit = min(workspace.sums.numel() // slots, MAX_TILES), math.lcm(tile, group) // tile
+    parts, *at_once = _cut(requests, heads, tiles, room, unit, programs, values > 128)
     parts = max(1, min(splits + 1, parts))
-    sums = each * (splits + SPARE_SLOTS) * values * tile
-    if sums > workspace.sums.numel() or each > MAX_TILES:
-        parts = 1
     block = 128 if narrow and keys <= 64 else 64
     if parts == 1 and block == 128 and tile == 64:  # twice the sums do not fit in registers
         tile, tiles = 32, -(-rows // 32)
+    at_once = [requests, tiles] if parts == 1 else at_once
     read = block * (keys + (0 if layout.shape.latent else values)) * dtype.itemsize
     return Plan(
         tree=tree,
@@ -133,6 +195,8 @@ def make_plan(
         least=64 if layout.shape.latent else 128,
         parts=parts,
         num_tiles=tiles,
+        requests_at_once=at_once[0],
+        tiles_at_once=at_once[1],
         num_warps=8 if not narrow or values > 128 or tile == 64 else 4,
         num_stages=5 if read <= 2**15 and block == 64 else 3 if read <= 76 * 2**10 else 1,
         write=tree != RANKS and num_new <= MAX_NODES,

@@ -30,6 +30,8 @@ PASS_VALUES = (
     "positions",
     "table_stride",
     "table_width",
+    "first_request",
+    "first_tile",
 )
 """Arguments that differ between passes: a kernel is not compiled anew for some of their values."""
 

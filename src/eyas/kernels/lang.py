@@ -27,7 +27,18 @@ except ImportError:
 
     triton, tl = _NoTriton(), None
 
-__all__ = ["block_of", "prefetch", "runs_kernels", "take_turn", "tl", "triton", "turns", "warps_of"]
+__all__ = [
+    "await_turn",
+    "block_of",
+    "pass_turn",
+    "prefetch",
+    "runs_kernels",
+    "take_turn",
+    "tl",
+    "triton",
+    "turns",
+    "warps_of",
+]
 
 EARLY = True
 """Whether kernels are launched before the one they follow has ended: see `take_turn`.
@@ -54,8 +65,25 @@ def take_turn(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     seen it must touch no memory that any launch writes, so every program of it waits here. A kernel
     that is not launched so follows as ever.
     """
+    await_turn(EARLY)
+    pass_turn(EARLY)
+
+
+@triton.jit
+def await_turn(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`take_turn` without letting the next launch come; `pass_turn` or a program's end does."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def pass_turn(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next launch come once all programs have said so.
+
+    It begins wherever a multiprocessor has room by then, and stays there. So programs that leave
+    room on few of them say so late, when what follows has much to do.
+    """
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
 

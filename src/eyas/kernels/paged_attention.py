@@ -18,7 +18,7 @@ import math
 import torch
 
 from eyas.batch import ForwardBatch
-from eyas.kernels.attention_plan import RANKS, Plan, Workspace
+from eyas.kernels.attention_plan import RANKS, Launch, Plan, Workspace
 from eyas.kernels.kv_write import (
     PASS_VALUES,
     Layout,
@@ -29,7 +29,7 @@ from eyas.kernels.kv_write import (
     new_rows,
     rope_arguments,
 )
-from eyas.kernels.lang import take_turn, tl, triton, turns
+from eyas.kernels.lang import await_turn, pass_turn, tl, triton, turns
 from eyas.kernels.splits import (
     FLOOR,
     SPARE,
@@ -39,33 +39,13 @@ from eyas.kernels.splits import (
     give,
     merged,
     put,
-    set_bits,
+    share,
     slots_of,
     splits_end,
 )
 
 HIDDEN = tl.constexpr(-1e30)
 """Score of a key that a row does not see: its weight is exactly zero."""
-
-
-@triton.jit(do_not_specialize=PASS_VALUES)
-def _attention_order_kernel(  # type: ignore[no-untyped-def]
-    order_ptr, bits_ptr, prefix_ptr, table_ptr, num_new, table_stride, table_width,
-    PAGE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Program (row): flat positions int64[64] of its visible tail keys, those in front."""
-    take_turn(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    request = row // num_new
-    place = tl.arange(0, 64)
-    bits = tl.load(bits_ptr + row)
-    one = tl.full([64], 1, tl.int64)
-    rank = set_bits(bits & ((one << place) - 1))
-    index = tl.load(prefix_ptr + request) + place
-    seen = ((bits >> place) & 1) != 0
-    inside = seen & (index // PAGE < table_width)
-    page = tl.load(table_ptr + request * table_stride + index // PAGE, inside, 0)
-    tl.store(order_ptr + row * 64 + rank, page * PAGE + index % PAGE, seen)
 
 
 @triton.jit
@@ -150,26 +130,22 @@ def _absorb(scores, v, factor, top, mass, acc):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _share(  # type: ignore[no-untyped-def]
-    start, end, coarse, prefix, part, parts, inverse, own, TREE: tl.constexpr, FOLD: tl.constexpr
+def _place(  # type: ignore[no-untyped-def]
+    pid, tiles, shared, first_tile, num_new, GROUP: tl.constexpr, R: tl.constexpr,
+    TREE: tl.constexpr,
 ):  # fmt: skip
-    """The places lo .. hi - 1 of a part of the work on a tile, and the number of busy parts.
+    """A program's part of the keys, tile, whether it takes a node's rows alone; its rows.
 
-    Parts are whole splits. In a tree the splits below an edge are the same for all its nodes and
-    belong to tiles of all rows, the others to the nodes' own tiles; with FOLD there is no edge.
-    `inverse` is 2 ** 30 / parts, rounded up: divisions would take longer than all the rest.
+    With TREE 2 the first `shared` programs take tiles of all rows, the others a node's rows each.
     """
-    begin, finish = start >> coarse, tl.max(end, 0)
-    if TREE == 2:
-        edge = prefix * 0 if FOLD else prefix >> coarse
-        begin = tl.where(own, tl.maximum(begin, edge), begin)
-        finish = tl.where(own, finish, edge << coarse)
-        part, parts = tl.where(own, 0, part), tl.where(own, 1, parts)
-        inverse = tl.where(own, 1 << 30, inverse)
-    units = tl.maximum(((finish - 1) >> coarse) + 1 - begin, 0).to(tl.int64)
-    lo = begin + (part * units * inverse >> 30).to(tl.int32)
-    hi = begin + ((part + 1) * units * inverse >> 30).to(tl.int32)
-    return lo << coarse, tl.minimum(hi << coarse, finish), tl.minimum(parts, units)
+    part, tile, own = pid // tiles, pid % tiles, False
+    first_row, last_row = (first_tile + tile) * R, num_new * GROUP
+    if TREE == 2:  # selections: behind a branch Triton loses what it knows of addresses
+        own, index, each = pid >= shared, pid - shared, tl.cdiv(GROUP, R)
+        node = first_tile * R // GROUP + index // each
+        first_row = tl.where(own, node * GROUP + index % each * R, first_row)
+        last_row = tl.where(own, (node + 1) * GROUP, last_row)
+    return part, tile, own, first_row, last_row
 
 
 @triton.jit(do_not_specialize=PASS_VALUES)
@@ -177,46 +153,41 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, out_ptr,
     table_ptr, prefix_ptr, bits_ptr, order_ptr, sum_ptr, stat_ptr, count_ptr,
     factor, num_new, tail_offset, parts, inverse, tiles, shared, columns, positions, table_stride,
-    table_width, q_stride, k_new_stride, v_new_stride, rope_stride,
+    table_width, first_request, first_tile, q_stride, k_new_stride, v_new_stride, rope_stride,
     DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_A: tl.constexpr, SIZE_B: tl.constexpr,
     SIZE_V: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr,
     GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     TREE: tl.constexpr, WINDOW: tl.constexpr, FOLD: tl.constexpr, WRITE: tl.constexpr,
     MERGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the keys x tile of rows, KV head, request).
-
-    With TREE 2 the first `shared` programs take tiles of all rows, the others a node's rows each.
-    """
+    """Program (part of the keys x tile of rows, KV head, request), from `first_..` on."""
     pid, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    group = request * tl.num_programs(1) + head  # its place in the workspace
+    request += first_request
     prefix = tl.load(prefix_ptr + request).to(tl.int32)
-    part, tile, own = pid // tiles, pid % tiles, False
-    first_row, last_row = tile * R, num_new * GROUP
-    if TREE == 2:  # selections: behind a branch Triton loses what it knows of addresses
-        own, index, each = pid >= shared, pid - shared, tl.cdiv(GROUP, R)
-        first_row = tl.where(own, index // each * GROUP + index % each * R, first_row)
-        last_row = tl.where(own, (index // each + 1) * GROUP, last_row)
+    part, tile, own, first_row, last_row = _place(
+        pid, tiles, shared, first_tile, num_new, GROUP, R, TREE
+    )
     row0, first = request * num_new, prefix + tail_offset
-    group = request * tl.num_programs(1) + head
     rows = first_row + tl.arange(0, R)
+    places = rows - first_tile * R  # their columns
     used, node = rows < last_row, tl.minimum(rows, last_row - 1) // GROUP
     low, end, shift, bits = extent(
         prefix, node, bits_ptr + row0, num_new, tail_offset, TREE, WINDOW, SPLITS, LEAST
     )
     fine, coarse, slot0 = slots_of(low, shift, prefix, first + num_new, TREE, WINDOW, SPLITS, LEAST)
-    lo, hi, expected = _share(slot0, end, coarse, prefix, part, parts, inverse, own, TREE, FOLD)
+    lo, hi, expected = share(slot0, end, coarse, prefix, part, parts, inverse, own, TREE, FOLD)
     before = head.to(tl.int64) * positions
     k_ptr, v_ptr = k_ptr + before * DIM, v_ptr + before * WIDE
     table_ptr += request * table_stride
     kind = k_ptr.dtype.element_ty
-    if (
-        EARLY
-    ):  # lengths, pages and committed keys were there before the launch that this one follows
+    if EARLY:  # lengths, pages and committed keys were there before the launch ahead of this one
         ask_rows(
             k_ptr, v_ptr, table_ptr, lo + tl.arange(0, BLOCK), tl.minimum(hi, prefix), table_width,
             DIM, WIDE, PAGE, kind.primitive_bitwidth // 8, LATENT,
         )  # fmt: skip
-    take_turn(EARLY)
+    await_turn(EARLY)
+    pass_turn(EARLY & (FOLD | MERGE))
     column = head * GROUP + rows % GROUP
     cos_ptr, sin_ptr = cos_ptr + row0 * rope_stride, sin_ptr + row0 * rope_stride
     k_new_ptr += row0 * k_new_stride + head * DIM
@@ -274,15 +245,18 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 )
             else:
                 slot = stop - 1 - slot0 >> fine
-                put(sum_ptr, stat_ptr, top, now, acc, slot, rows, used, columns, SIZE_V, TREE == 2)
+                put(
+                    sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, TREE == 2
+                )
             stay = tl.where(done, 0.0, 1.0)[None, :]
             top, mass, acc = tl.where(done, FLOOR, top), mass * stay, acc * stay
+    pass_turn(EARLY & (not (FOLD | MERGE)))  # the merge shall find room everywhere
     finished, dims, now = True, tl.arange(0, SIZE_V), tl.sum(mass, 0)
     if FOLD:
         top, now, acc = fold(total_top, total_mass, total, top, now, acc, end > 0)
     elif (not MERGE) | (expected > 1) | (hi - lo > 1 << fine):
         slot = hi - 1 - slot0 >> fine
-        put(sum_ptr, stat_ptr, top, now, acc, slot, rows, used, columns, SIZE_V, TREE == 2)
+        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, TREE == 2)
         finished = False
         if MERGE:
             tl.debug_barrier()  # all threads' sums stand before the count says so
@@ -291,30 +265,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             if finished:
                 tl.store(count_ptr, 0)
                 now, acc = merged(
-                    sum_ptr, stat_ptr, slot0, fine, end, shift, rows, dims, columns, SIZE_V
+                    sum_ptr, stat_ptr, slot0, fine, end, shift, places, dims, columns, SIZE_V
                 )
     if finished:
         wide = tl.num_programs(1) * GROUP * WIDE
         give(out_ptr + row0 * wide, now, acc, node * wide + column * WIDE, used, dims, WIDE)
-
-
-def node_orders(batch: ForwardBatch, page_size: int) -> torch.Tensor:
-    """Flat positions int64[T, 64] of each row's visible tail keys, in order; the rest is unset."""
-    assert batch.ancestors is not None, "a causal tail is in order"
-    out = torch.empty(batch.ancestors.shape[0], 64, dtype=torch.int64, device=batch.tokens.device)
-    _attention_order_kernel[(out.shape[0],)](
-        out,
-        batch.ancestors,
-        batch.prefix_lens,
-        batch.page_table,
-        batch.num_new,
-        batch.page_table.stride(0),
-        batch.page_table.shape[1],
-        PAGE=page_size,
-        num_warps=1,
-        **turns(out),
-    )
-    return out
 
 
 def constants(
@@ -358,72 +313,94 @@ def paged_attention(
     `order` comes from `node_orders` for RANKS. Writes rows 0 .. T - 1 of out [.., H * value_dim].
     """
     (k, v), (pool_k, pool_v) = new, pooled
-    heads, requests, num_new = pool_k.shape[0], batch.prefix_lens.shape[0], batch.num_new
+    heads, num_new = pool_k.shape[0], batch.num_new
     group, dense = q.shape[1] // heads, layout.shape.key_dim
     assert q.stride(-1) == 1 and q.stride(-2) == dense, f"heads of q must be dense: {q.stride()}"
     cos, sin, rope_stride, rope_dim = rope_arguments(rope, q)
     bits = batch.prefix_lens if batch.ancestors is None else batch.ancestors
     compiled = constants(layout, plan, group, rope_dim, window)
-    shared = plan.parts * plan.num_tiles
-    programs = shared
-    if plan.tree == RANKS:
-        shared *= plan.parts > 1
-        programs = shared + num_new * triton.cdiv(group, plan.tile)
-    _attention_kernel[(programs, heads, requests)](
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        pool_k,
-        pool_v,
-        out,
-        batch.page_table,
-        batch.prefix_lens,
-        bits,
-        bits if order is None else order,
-        workspace.sums,
-        workspace.stats,
-        workspace.counts,
-        layout.shape.scale * math.log2(math.e),
-        num_new,
-        batch.tail_offset,
-        plan.parts,
-        -(-(2**30) // plan.parts),
-        plan.num_tiles,
-        shared,
-        plan.columns,
-        pool_k.shape[1],
-        batch.page_table.stride(0),
-        batch.page_table.shape[1],
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        rope_stride,
-        num_warps=plan.num_warps,
-        enable_fp_fusion=False,
-        **compiled,
-        **turns(out),
-    )
-    if plan.parts > 1 and not plan.merge:
-        size = layout.constants["SIZE_V"]
-        chunk = min(size, max(16, 1024 // plan.tile))
-        names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST")
-        attention_merge_kernel[(size // chunk, plan.num_tiles, requests * heads)](
+    for launch in plan.launches(batch.prefix_lens.shape[0]):
+        shared = plan.parts * launch.tiles
+        programs = shared
+        if plan.tree == RANKS:
+            shared *= plan.parts > 1
+            first, end = (tile * plan.tile // group for tile in launch.range_of_tiles)
+            nodes = min(num_new, end) - first
+            programs = shared + nodes * triton.cdiv(group, plan.tile)
+        _attention_kernel[(programs, heads, launch.requests)](
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            pool_k,
+            pool_v,
             out,
-            workspace.sums,
-            workspace.stats,
+            batch.page_table,
             batch.prefix_lens,
             bits,
+            bits if order is None else order,
+            workspace.sums,
+            workspace.stats,
+            workspace.counts,
+            layout.shape.scale * math.log2(math.e),
             num_new,
             batch.tail_offset,
+            plan.parts,
+            -(-(2**30) // plan.parts),
+            launch.tiles,
+            shared,
             plan.columns,
-            heads,
-            CHUNK=chunk,
+            pool_k.shape[1],
+            batch.page_table.stride(0),
+            batch.page_table.shape[1],
+            launch.first_request,
+            launch.first_tile,
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            rope_stride,
+            num_warps=plan.num_warps,
             enable_fp_fusion=False,
-            **{name: compiled[name] for name in names},
+            **compiled,
             **turns(out),
         )
+        if plan.parts > 1 and not plan.merge:
+            _merge(layout, batch, plan, workspace, launch, heads, bits, compiled, out)
+
+
+def _merge(
+    layout: Layout,
+    batch: ForwardBatch,
+    plan: Plan,
+    workspace: Workspace,
+    launch: Launch,
+    heads: int,
+    bits: torch.Tensor,
+    compiled: dict[str, int | bool],
+    out: torch.Tensor,
+) -> None:
+    """Fold what the programs of a launch left for each other."""
+    size = layout.constants["SIZE_V"]
+    chunk = min(size, max(16, 1024 // plan.tile))
+    names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST")
+    attention_merge_kernel[(size // chunk, launch.tiles, launch.requests * heads)](
+        out,
+        workspace.sums,
+        workspace.stats,
+        batch.prefix_lens,
+        bits,
+        batch.num_new,
+        batch.tail_offset,
+        plan.columns,
+        heads,
+        launch.first_request,
+        launch.first_tile,
+        CHUNK=chunk,
+        enable_fp_fusion=False,
+        **{name: compiled[name] for name in names},
+        **turns(out),
+    )
 
 
 def cost(layout: Layout, batch: ForwardBatch, num_heads: int, element: int) -> tuple[int, int]:

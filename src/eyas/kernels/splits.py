@@ -6,9 +6,10 @@ how many programs share the work, nor on the other rows, requests and nodes of t
 float32 [D, R], one column a row; statistics are the largest scaled score and the mass of weights.
 
 Split sums lie in a workspace: [requests * KV heads, SPLITS + SPARE, D, columns], statistics with 2
-in place of D, where columns are a head's rows. Rows of a tile may differ in the length of their
-splits; a slot then is a run of the shortest length, and a longer split lies where it ends.
-FlashDecoding merges alike (crfm.stanford.edu, 2023-10-12), with splits that depend on the batch.
+in place of D, where columns are a head's rows, all those of one launch. Rows of a tile may differ
+in the length of their splits; a slot then is a run of the shortest length, and a longer split lies
+where it ends. FlashDecoding merges alike (crfm.stanford.edu, 2023-10-12), with splits that depend
+on the batch.
 """
 
 from __future__ import annotations
@@ -103,6 +104,29 @@ def splits_end(place, end, shift):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def share(  # type: ignore[no-untyped-def]
+    start, end, coarse, prefix, part, parts, inverse, own, TREE: tl.constexpr, FOLD: tl.constexpr
+):  # fmt: skip
+    """The places lo .. hi - 1 of a part of the work on a tile, and the number of busy parts.
+
+    Parts are whole splits. In a tree the splits below an edge are the same for all its nodes and
+    belong to tiles of all rows, the others to the nodes' own tiles; with FOLD there is no edge.
+    `inverse` is 2 ** 30 / parts, rounded up: divisions would take longer than all the rest.
+    """
+    begin, finish = start >> coarse, tl.max(end, 0)
+    if TREE == 2:
+        edge = prefix * 0 if FOLD else prefix >> coarse
+        begin = tl.where(own, tl.maximum(begin, edge), begin)
+        finish = tl.where(own, finish, edge << coarse)
+        part, parts = tl.where(own, 0, part), tl.where(own, 1, parts)
+        inverse = tl.where(own, 1 << 30, inverse)
+    units = tl.maximum(((finish - 1) >> coarse) + 1 - begin, 0).to(tl.int64)
+    lo = begin + (part * units * inverse >> 30).to(tl.int32)
+    hi = begin + ((part + 1) * units * inverse >> 30).to(tl.int32)
+    return lo << coarse, tl.minimum(hi << coarse, finish), tl.minimum(parts, units)
+
+
+@triton.jit
 def fold(top, mass, acc, more_top, more_mass, more, counts):  # type: ignore[no-untyped-def]
     """Two sums of rows as one; `more` for the rows where it counts."""
     higher = tl.where(counts, tl.maximum(top, more_top), top)
@@ -115,33 +139,33 @@ def fold(top, mass, acc, more_top, more_mass, more, counts):  # type: ignore[no-
 
 @triton.jit
 def put(  # type: ignore[no-untyped-def]
-    sum_ptr, stat_ptr, top, mass, acc, slot, rows, used, columns, SIZE: tl.constexpr,
+    sum_ptr, stat_ptr, top, mass, acc, slot, places, used, columns, SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Store a slot of rows; with MASKED of those used, else also of those that fill the tile."""
+    """Store a slot of columns; with MASKED of used ones, else also of those that fill the tile."""
     dims = tl.arange(0, SIZE)
-    place = (slot * SIZE + dims)[:, None] * columns + rows[None, :]
+    place = (slot * SIZE + dims)[:, None] * columns + places[None, :]
     tl.store(sum_ptr + place, acc, used[None, :] if MASKED else None)
-    tl.store(stat_ptr + slot * 2 * columns + rows, top, used if MASKED else None)
-    tl.store(stat_ptr + (slot * 2 + 1) * columns + rows, mass, used if MASKED else None)
+    tl.store(stat_ptr + slot * 2 * columns + places, top, used if MASKED else None)
+    tl.store(stat_ptr + (slot * 2 + 1) * columns + places, mass, used if MASKED else None)
 
 
 @triton.jit
 def merged(  # type: ignore[no-untyped-def]
-    sum_ptr, stat_ptr, start, fine, end, shift, rows, dims, columns, SIZE: tl.constexpr
+    sum_ptr, stat_ptr, start, fine, end, shift, places, dims, columns, SIZE: tl.constexpr
 ):  # fmt: skip
-    """The rows' splits folded in order: mass [R] and sums [D, R] of `dims`.
+    """Splits of the columns `places` folded in order: mass [R] and sums [D, R] of `dims`.
 
     Other programs wrote them a moment ago, hence past the first cache.
     """
-    top = tl.full([rows.shape[0]], FLOOR, tl.float32)
-    mass = tl.zeros([rows.shape[0]], tl.float32)
-    acc = tl.zeros([dims.shape[0], rows.shape[0]], tl.float32)
+    top = tl.full([places.shape[0]], FLOOR, tl.float32)
+    mass = tl.zeros([places.shape[0]], tl.float32)
+    acc = tl.zeros([dims.shape[0], places.shape[0]], tl.float32)
     for slot in tl.range(0, ((tl.max(end, 0) - 1 - start) >> fine) + 1, num_stages=AHEAD):
-        at = stat_ptr + slot * 2 * columns + rows
+        at = stat_ptr + slot * 2 * columns + places
         more_top = tl.load(at, cache_modifier=".cg")
         more_mass = tl.load(at + columns, cache_modifier=".cg")
-        place = (slot * SIZE + dims)[:, None] * columns + rows[None, :]
+        place = (slot * SIZE + dims)[:, None] * columns + places[None, :]
         more = tl.load(sum_ptr + place, cache_modifier=".cg")
         begin = start + (slot << fine)
         counts = splits_end(begin + (1 << fine), end, shift) & (begin < end)
@@ -157,9 +181,10 @@ def give(out_ptr, mass, acc, place, used, dims, WIDE: tl.constexpr):  # type: ig
     tl.store(out_ptr + place[None, :] + dims[:, None], mean, inside)
 
 
-@triton.jit(do_not_specialize=["num_new", "tail_offset"])
+@triton.jit(do_not_specialize=["num_new", "tail_offset", "first_request", "first_tile"])
 def attention_merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, sum_ptr, stat_ptr, prefix_ptr, bits_ptr, num_new, tail_offset, columns, heads,
+    first_request, first_tile,
     GROUP: tl.constexpr, WIDE: tl.constexpr, SIZE_V: tl.constexpr, R: tl.constexpr,
     CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, EARLY: tl.constexpr,
@@ -167,9 +192,10 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     """Program (chunk of dims, tile of R rows, request and KV head): merge what programs put."""
     take_turn(EARLY)
     dims = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    rows = tl.program_id(1) * R + tl.arange(0, R)
+    places = tl.program_id(1) * R + tl.arange(0, R)
+    rows = first_tile * R + places
     pair = tl.program_id(2).to(tl.int64)
-    request, head = pair // heads, pair % heads
+    request, head = first_request + pair // heads, pair % heads
     used = rows < num_new * GROUP
     node = tl.minimum(rows, num_new * GROUP - 1) // GROUP
     prefix = tl.load(prefix_ptr + request).to(tl.int32)
@@ -182,7 +208,7 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     before = pair * (SPLITS + SPARE) * columns
     mass, acc = merged(
         sum_ptr + before * SIZE_V, stat_ptr + before * 2,
-        start, fine, end, shift, rows, dims, columns, SIZE_V,
+        start, fine, end, shift, places, dims, columns, SIZE_V,
     )  # fmt: skip
     wide = heads * GROUP * WIDE
     place = node * wide + (head * GROUP + rows % GROUP) * WIDE

@@ -1,0 +1,79 @@
+"""Plans of attention: every tile in one launch, none that its workspace does not hold."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from eyas.kernels.attention_plan import (
+    CAUSAL,
+    MASKED,
+    RANKS,
+    SPARE_SLOTS,
+    WORKSPACE_BYTES,
+    Plan,
+    Workspace,
+    make_plan,
+    most_splits,
+)
+from eyas.kernels.kv_write import Layout
+from eyas.model_config import AttentionShape
+
+PROGRAMS = 264
+LATENT = AttentionShape(
+    num_layers=1, num_kv_heads=1, key_dim=576, value_dim=512, scale=0.1, latent=True
+)
+SHAPES = {
+    "8B": (AttentionShape.heads(1, 8, 128), 4),
+    "small": (AttentionShape.heads(1, 3, 64), 3),
+    "latent 16": (LATENT, 16),
+    "latent 20": (LATENT, 20),
+    "latent 128": (LATENT, 128),
+}
+
+
+def plan_of(name: str, requests: int, num_new: int, tree: int = CAUSAL, size: int = 0) -> Plan:
+    """In bfloat16, on a device of 132 multiprocessors."""
+    shape, group = SHAPES[name]
+    return make_plan(
+        Layout(shape=shape, page_size=16),
+        torch.bfloat16,
+        group,
+        requests,
+        num_new,
+        tree,
+        most_splits(shape.num_kv_heads),
+        PROGRAMS,
+        Workspace.of(size or WORKSPACE_BYTES, torch.device("meta")),
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("size", [2**20, 2**24, WORKSPACE_BYTES])
+def test_launches_cover_a_pass_and_fit(name: str, size: int) -> None:
+    """Fault: tiles left out or done twice; sums behind the workspace; a node cut in two."""
+    shape, group = SHAPES[name]
+    for requests, num_new, tree in product((1, 3, 32), (1, 4, 16, 61), (CAUSAL, MASKED, RANKS)):
+        plan = plan_of(name, requests, num_new, tree, size)
+        done = []
+        for launch in plan.launches(requests):
+            mine = range(launch.first_request, launch.first_request + launch.requests)
+            done += list(product(mine, range(*launch.range_of_tiles)))
+            tiles = launch.requests * plan.tiles_at_once * shape.num_kv_heads
+            slots = (plan.splits + SPARE_SLOTS) * shape.value_dim * plan.tile
+            fits = tiles * slots * 4 <= size
+            assert plan.parts == 1 or fits, f"{name} {requests} {num_new}: {plan}"
+            assert launch.first_tile * plan.tile % group == 0, "a node's rows lie in two launches"
+        assert sorted(done) == list(product(range(requests), range(plan.num_tiles)))
+        assert plan.num_tiles * plan.tile >= num_new * group
+
+
+@pytest.mark.parametrize("num_new", [1, 4, 8, 16])
+def test_many_latent_heads_fill_a_device(num_new: int) -> None:
+    """Fault: few programs walk all keys alone since the workspace does not hold all sums."""
+    plan = plan_of("latent 128", 1, num_new)
+    for launch in plan.launches(1):
+        programs = plan.parts * launch.tiles
+        assert 100 <= programs <= PROGRAMS // 2, f"{programs} programs: {plan}"
