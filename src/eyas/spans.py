@@ -2,7 +2,7 @@
 
 On a GPU a mark is a CUDA event, read after the run; on a CPU, where work is synchronous, it is a
 clock reading. `NoSpans` is what a run without measurement is handed: it does nothing. A cycle whose
-stages are timed runs eagerly, except under a `GraphClock`, whose marks are nodes of the graph.
+stages are timed runs eagerly, except under a `GraphClock`, whose marks are nodes of graphs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,6 +22,15 @@ class Mark(NamedTuple):
 
     stage: str | None
     event: torch.cuda.Event
+
+
+class Timing(NamedTuple):
+    """A cycle from its launch to the next one's."""
+
+    begins: dict[str, float]
+    """ms from its launch to where a stage begins, of the stages that had a mark, the host's first.
+    A replay has one of them at most."""
+    ms: float
 
 
 class Spans(Protocol):
@@ -67,74 +76,102 @@ class StageClock:
 
 
 class GraphClock:
-    """Times stages of cycles that run as CUDA graphs: a twin of each graph holds the marks.
+    """Times stages of cycles that run as CUDA graphs: twins of each graph hold one mark each.
 
-    A mark inside a capture becomes a node that records an event at every replay; a mark outside
-    records one at once, so cycles that run eagerly are timed too. Twins come in pairs that take
-    turns, so that one's events can be read while the other runs.
+    A mark inside a capture becomes a node that records an event at every replay. Such a node keeps
+    the kernels beside it from overlapping, so a twin marks a single place of the cycle, and every
+    other cycle is the graph itself, without a mark: what stages take together was disturbed by
+    nothing, and what is told of one of them by one node. A mark outside of a graph records an event
+    at once, so cycles that run eagerly are timed too, at all places together.
+
+    Twins take turns, so that one's event can be read while others run.
     """
 
-    TURNS = 2
-    """Twins of a graph."""
-
     def __init__(self) -> None:
-        self._captured: dict[Hashable, list[Mark]] = {}
-        self._into: list[Mark] | None = None
-        self._outside: list[Mark | Hashable] = []
+        self.num_places = 1
+        """Marks in a cycle, known once a twin was captured."""
+        self._turn = 0
+        self._captured: dict[Hashable, Mark] = {}
+        self._into: tuple[Hashable, int] | None = None
+        self._passed = 0
+        self._steps: list[_Launched] = []
+
+    def turn(self) -> int | None:
+        """The place of the cycle that the next replay marks; None: it marks none.
+
+        It follows from the number of turns alone, so ranks that take them together agree.
+        """
+        self._turn += 1
+        return None if self._turn % 2 else (self._turn // 2 - 1) % self.num_places
 
     def mark(self, stage: str | None) -> None:
         """Start `stage`, ending the stage before it."""
         if torch.cuda.is_current_stream_capturing():
             assert self._into is not None, "a capture begins with `capturing`"
-            self._into.append(Mark(stage, _event(external=True)))
-        elif self._into is None and stage is not None:
-            self._outside.append(Mark(stage, _event()))
+            twin, place = self._into
+            if self._passed == place:
+                self._captured[twin] = Mark(stage, _event(external=True))
+            self._passed += 1
+        elif self._into is not None or stage is None:
+            return
+        elif stage == "host":
+            self._steps.append(_Launched(_event()))
+        elif self._steps[-1].replayed:
+            self._steps[-1].behind = stage
+        else:
+            self._steps[-1].marks.append(Mark(stage, _event()))
 
     @contextmanager
-    def capturing(self, twin: Hashable) -> Iterator[None]:
-        """Around the capture of `twin`: its marks are kept by this name."""
-        self._into = self._captured[twin] = []
+    def capturing(self, twin: Hashable, place: int) -> Iterator[None]:
+        """Around the capture of `twin`: its mark number `place` is kept by this name."""
+        self._into, self._passed = (twin, place), 0
         try:
             yield
+            self.num_places = self._passed
         finally:
             self._into = None
 
-    def replayed(self, twin: Hashable) -> None:
-        """Note that `twin` is replayed now."""
-        self._outside.append(twin)
+    def replayed(self, twin: Hashable | None) -> None:
+        """Note that `twin` is replayed now; None: the graph itself."""
+        self._steps[-1].replayed.append(twin)
 
-    def take(self) -> list[tuple[str, float]] | None:
-        """(stage, ms) of the oldest step that was not taken, from its launch to the next one's.
+    def take(self) -> Timing | None:
+        """The oldest step that was not taken.
 
-        None while there is no next one; empty where it was no cycle, or also a prompt and a graph.
-        The first stage is the one that was marked before the graph, the last what was marked behind
-        it. Waits for the device to come to the next launch. Must be called before the twin has its
-        turn again.
+        None while there is no next one, and where it was no cycle, or a prompt and a graph. The
+        last stage is the one that was marked behind the graph. Waits for the device to come to the
+        next launch. Must be called before a step's twin has its turn again.
         """
-        starts = [i for i, x in enumerate(self._outside) if isinstance(x, Mark) and _is_host(x)]
-        if len(starts) < 2:
+        if len(self._steps) < 2:
             return None
-        step, self._outside = self._outside[: starts[1]], self._outside[starts[1] :]
-        following = self._outside[0]
-        assert isinstance(following, Mark), "a step begins with a mark"
-        match step:
-            case [Mark() as first, twin, Mark() as behind] if not isinstance(twin, Mark):
-                inside = self._captured[twin]
-                marks = [first, *inside[:-1], Mark(behind.stage, inside[-1].event), following]
-            case _:
-                marks = [x for x in step if isinstance(x, Mark)] + [following]
-                if len(marks) < len(step) + 1 or not any(m.stage == "verify" for m in marks):
-                    return []
-        following.event.synchronize()
-        return [(str(m.stage), m.event.elapsed_time(n.event)) for m, n in pairwise(marks)]
+        step, following = self._steps.pop(0), self._steps[0]
+        marks = step.marks
+        if step.replayed:
+            if marks:
+                return None
+            inner = self._captured.get(step.replayed[0])
+            marks = [Mark(inner.stage or step.behind, inner.event)] if inner else []
+        elif not any(mark.stage == "verify" for mark in marks):
+            return None
+        following.start.synchronize()
+        begins = {str(mark.stage): step.start.elapsed_time(mark.event) for mark in marks}
+        return Timing({"host": 0.0} | begins, step.start.elapsed_time(following.start))
 
     def drop(self) -> None:
         """Forget all steps that were not taken."""
-        self._outside.clear()
+        self._steps.clear()
 
 
-def _is_host(mark: Mark) -> bool:
-    return mark.stage == "host"
+@dataclass(slots=True)
+class _Launched:
+    """A step as a `GraphClock` saw it."""
+
+    start: torch.cuda.Event
+    marks: list[Mark] = field(default_factory=list)
+    replayed: list[Hashable | None] = field(default_factory=list)
+    """Twins of its cycle: one, or none where it ran eagerly."""
+    behind: str | None = None
+    """The stage behind the graph."""
 
 
 def _event(external: bool = False) -> torch.cuda.Event:

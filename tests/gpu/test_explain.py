@@ -52,9 +52,9 @@ def explained(llm: LLM, prompt: str = PROMPT, **config: Any) -> dict[str, Any]:
 def told(record: dict[str, Any]) -> str:
     """What a failure needs to know."""
     keys = (
-        "cycle_ms device_ms idle_ms overlap_ms unexplained_ms idle components watching gaps "
-        "graph_fraction kernels launches graph_launches syncs copies_to_host classified_fraction "
-        "cycles unknown graph_reasons verdict"
+        "cycle_ms device_ms idle_ms overlap_ms early_ms unexplained_ms idle components watching "
+        "gaps graph_fraction kernels launches graph_launches syncs copies_to_host "
+        "classified_fraction cycles unknown graph_reasons verdict"
     )
     found = {key: record.get(key) for key in keys.split()}
     found["stages"] = {
@@ -70,7 +70,13 @@ def check(record: dict[str, Any]) -> None:
     parts = sum(record["components"].values()) - record["overlap_ms"] + record["idle_ms"]
     assert parts == pytest.approx(record["cycle_ms"], rel=ALIKE), told(record)
     assert record["unexplained_ms"] == pytest.approx(record["cycle_ms"] - parts, abs=1e-6)
-    assert abs(record["watching"]["overhead"]) < OVERHEAD, told(record)
+    watching = record["watching"]
+    assert abs(watching["overhead"]) < OVERHEAD, told(record)
+    if watching["how"].startswith("one event node"):
+        assert watching["marked_ms"].keys() >= {"draft", "verify", "accept", "extend", "collect"}
+        spans = sum(one["span_ms"] for one in record["stages"].values())
+        assert spans == pytest.approx(watching["watched_ms"], rel=0.01), told(record)
+    assert record["overlap_ms"] < 0.1 * record["cycle_ms"], told(record)
     assert record["classified_fraction"] >= 0.95, told(record)
     assert record["graph_fraction"] > 0.95, told(record)
     assert record["copies_to_host"] <= 1.5, told(record)

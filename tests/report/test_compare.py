@@ -185,7 +185,7 @@ def test_a_commit_is_said_and_not_blamed() -> None:
 
 
 def test_records_without_cycles_or_stages() -> None:
-    empty: Record = {"schema": "eyas.explain", "version": 1}
+    empty: Record = {"schema": "eyas.explain", "version": 2}
     found = compare(empty, dict(empty))
     assert found["difference_ms"] is None
     assert "no cycle time" in found["verdict"]

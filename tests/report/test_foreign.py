@@ -16,7 +16,7 @@ from tests.report.traces import writing as w
 
 KEYS = {
     "schema", "version", "files", "engine", "gpu", "kind", "cycle_ms", "device_ms", "busy_ms",
-    "overlap_ms", "idle_ms", "idle", "components", "stages", "streams", "launches",
+    "overlap_ms", "early_ms", "idle_ms", "idle", "components", "stages", "streams", "launches",
     "graph_launches", "kernels", "graph_fraction", "syncs", "copies_to_host", "gaps", "cycles",
     "kernels_by_time", "classified_fraction", "by_place_fraction", "unexplained_fraction",
     "unknown", "totals", "ranks", "collectives", "layers", "batch", "nodes", "accept_length",

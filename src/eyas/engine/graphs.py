@@ -78,7 +78,6 @@ class CycleGraphs:
         self._graphs: dict[GraphKey, CycleGraph] = {}
         self._twins: dict[tuple[GraphKey, int], CycleGraph] = {}
         self._clock: GraphClock | None = None
-        self._turn = 0
         self._buckets = buckets(config)
         self._memory: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -130,17 +129,22 @@ class CycleGraphs:
         self.drop_twins()
 
     def twin(self, key: GraphKey, clock: GraphClock) -> CycleGraph:
-        """The twin of a graph whose turn it is, about to be replayed, with the marks of `clock`.
+        """The graph of `key`, or the twin of it whose turn it is, with a mark of `clock`.
 
-        Twins are captured at their first use; another clock gets new ones.
+        It must be replayed at once. Twins are captured at their first use; another clock gets new
+        ones.
         """
         if clock is not self._clock:
             self.drop_twins()
             self._clock = clock
-        self._turn = (self._turn + 1) % GraphClock.TURNS
-        name = key, self._turn
+        place = clock.turn()
+        if place is None:
+            graph = self.get(key)
+            clock.replayed(None)
+            return graph
+        name = key, place
         if name not in self._twins:
-            with clock.capturing(name):
+            with clock.capturing(name, place):
                 self._twins[name] = self._capture(key, clock)
         clock.replayed(name)
         return self._twins[name]

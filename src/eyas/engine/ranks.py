@@ -138,6 +138,7 @@ class Follower:
                     runner.spans = clock if order.marked else runner.spans
                     with nullcontext() if watch is None else watch.step():
                         runner.launch(order.plan)
+                    clock.drop()  # rank 0 alone reads times
                 case Rehearse():
                     runners[order.key].graphs.rehearse(order.graph, NoSpans())
                 case Watch():
@@ -148,6 +149,8 @@ class Follower:
                     assert watch is not None, "what ends has begun"
                     wire.answer(watch.stop(order.folder))
                     watch, clock = None, GraphClock()
+                    for runner in runners.values():
+                        runner.graphs.drop_twins()
                 case Digest():
                     wire.answer(runners[order.key].parts.state.digest())
                 case Drop():

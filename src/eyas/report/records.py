@@ -16,7 +16,7 @@ from typing import Any
 from eyas.config import require
 from eyas.errors import RecordError
 
-VERSIONS = {"bench": 1, "trace": 1, "explain": 1, "plan": 1, "starting-case": 1, "diff": 1}
+VERSIONS = {"bench": 1, "trace": 1, "explain": 2, "plan": 1, "starting-case": 1, "diff": 1}
 """Kind of record -> the version that this code writes and reads."""
 PREFIX = "eyas."
 MOST_BYTES = 1 << 28

@@ -114,6 +114,9 @@ def _components(record: Record) -> Html | None:
         rows.append(Bar(name="idle", parts=[("other", idle)], text=_share(idle, cycle)))
     told = {name: f"{one['device_ms']:.2f} ms" for name, one in stages.items()}
     about = f"a cycle of {cycle:.3f} ms" + (", a line marks the floor" if floors else "")
+    early = record.get("early_ms") or 0.0
+    if early and record.get("totals"):
+        about += f"; {early:.3f} ms of these are waiting for the kernel before (early launch)"
     return joined(
         tag("p", about, class_="unit"),
         bars(rows),

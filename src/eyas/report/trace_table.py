@@ -13,6 +13,8 @@ from eyas.report.traces.words import ranked
 
 MOST_ROWS = 8
 """Gaps and unknown kernels that are shown; the record has more."""
+EARLY = 0.005
+"""Share of device time from which on waiting for the kernel before is told."""
 
 
 def show(console: Console, record: dict[str, Any]) -> None:
@@ -103,6 +105,11 @@ def _counts(run: dict[str, Any]) -> Text:
         f"{run['by_place_fraction']:.1%} by its place alone; of the trace's "
         f"{run['totals']['device_ms']:.3f} ms",
     ]
+    if run["early_ms"] >= EARLY * run["device_ms"]:
+        lines.append(
+            f"of which waiting for the kernel before (early launch): {run['early_ms']:.3f} ms of "
+            f"the cycle's {run['device_ms']:.3f} ms of device time"
+        )
     return Text("\n".join(lines))
 
 

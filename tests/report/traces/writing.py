@@ -74,9 +74,14 @@ class Recorder:
         """Launch one kernel from the host."""
         self._work([kernel], "cudaLaunchKernel", stream, latency, 0.0)
 
-    def graph(self, kernels: Sequence[K], gap: float = 0.5, latency: float = 8.0) -> None:
-        """Launch kernels as one graph, `gap` us between them."""
-        self._work(kernels, "cudaGraphLaunch", 7, latency, gap)
+    def graph(
+        self, kernels: Sequence[K], gap: float = 0.5, latency: float = 8.0, early: float = 0.0
+    ) -> None:
+        """Launch kernels as one graph, `gap` us between them.
+
+        Each begins `early` us before its turn, though not before the one it follows, and waits.
+        """
+        self._work(kernels, "cudaGraphLaunch", 7, latency, gap, early)
 
     def to_host(self, stream: int = 9, kind: str = "Memcpy DtoH (Device -> Pinned)") -> None:
         """Copy a little to the host, behind what stream 7 does."""
@@ -106,11 +111,17 @@ class Recorder:
         return self._id
 
     def _work(
-        self, kernels: Sequence[K], call: str, stream: int, latency: float, gap: float
+        self,
+        kernels: Sequence[K],
+        call: str,
+        stream: int,
+        latency: float,
+        gap: float,
+        early: float = 0.0,
     ) -> None:
         asked = self.host
         correlation = self._call(call, 5.0)
-        at = max(self.free.get(stream, BASE), asked + latency)
+        at = begun = max(self.free.get(stream, BASE), asked + latency)
         for kernel in kernels:
             category = "gpu_memcpy" if kernel.name.startswith("Memcpy") else "kernel"
             arguments: dict[str, Any] = {
@@ -120,7 +131,9 @@ class Recorder:
             }
             if category == "kernel":
                 arguments |= {"grid": list(kernel.grid), "block": [128, 1, 1]}
-            self._add(category, kernel.name, at, kernel.us, arguments, self.device, stream)
+            begun = max(begun, at - early)
+            took = at + kernel.us - begun
+            self._add(category, kernel.name, begun, took, arguments, self.device, stream)
             at += kernel.us + gap
         self.free[stream] = at - gap
 
@@ -262,7 +275,7 @@ def eyas_pass(layers: int, rows: int, head_us: float) -> list[K]:
     return [*(one * layers), K("_norm_kernel", 2.0), K(HEAD, head_us), *draws]
 
 
-def eyas_cycles(steps: int = 6, layers: int = 6) -> Recorder:
+def eyas_cycles(steps: int = 6, layers: int = 6, early: float = 0.0) -> Recorder:
     """This engine: a whole cycle is one graph, and tokens are copied to the host behind it."""
     r = Recorder("python")
     drafting = [*eyas_pass(1, 1, 60.0), K("_tree_chain_kernel", 1.5)]
@@ -277,7 +290,7 @@ def eyas_cycles(steps: int = 6, layers: int = 6) -> Recorder:
         K("_slot_rows_kernel", 1.5),
     ]
     for _ in range(steps):
-        r.graph(cycle)
+        r.graph(cycle, early=early)
         r.to_host(kind="Memcpy DtoH (Device -> Pinned)")
         r.wait("cudaEventSynchronize")
     return r

@@ -53,6 +53,14 @@ class Workload:
         """Whether the device works on while the host looks at results."""
         return self.engine.overlap
 
+    @property
+    def running(self) -> int:
+        """Requests of the next step if it is a cycle over all that is unfinished; else 0."""
+        run = self._answering
+        unfinished = [r for r in run.requests if r.status is not Status.FINISHED] if run else []
+        decoding = all(r.status is Status.RUNNING for r in unfinished)
+        return len(unfinished) if decoding else 0
+
     def step(self, watched: bool = False) -> Step | None:
         """Run a step; None if it was no cycle over all that is unfinished, or has no time.
 

@@ -2,8 +2,10 @@
 
 A cycle is the time from its first kernel to the next cycle's. `device_ms` sums kernels over all
 streams; `overlap_ms` is how much of that ran beside other kernels; what is left of the cycle is
-idle: `cycle_ms = device_ms - overlap_ms + idle_ms`, to rounding. All values are means over the
-steady cycles, so that parts add up. Idle time is laid to what ended it:
+idle: `cycle_ms = device_ms - overlap_ms + idle_ms`, to rounding. `early_ms` is the part of
+`device_ms`, and of `overlap_ms`, in which kernels that were launched early wait for those before
+them in their stream (`turns.py`). All values are means over the steady cycles, so that parts add
+up. Idle time is laid to what ended it:
 
 - `host`: the host had not yet asked for the next kernel;
 - `graph launch`, `launch`: it had asked, and the kernel did not start yet;
@@ -22,6 +24,7 @@ import numpy as np
 from eyas.report.components import DEVICE, STAGES, UNKNOWN
 from eyas.report.traces.cycles import Cycles
 from eyas.report.traces.trace import Floats, Ints, Trace
+from eyas.report.traces.turns import waits
 
 CAUSES = ("host", "graph launch", "launch", "inside graphs", "untold")
 OTHER = "other"
@@ -104,6 +107,7 @@ def account(trace: Trace, code: Ints, stage: Ints, cycles: Cycles) -> dict[str, 
         "device_ms": device,
         "busy_ms": cycle - idle,
         "overlap_ms": device - (cycle - idle),
+        "early_ms": waits(work, inside) / each,
         "idle_ms": idle,
         "idle": gaps.by_cause(ending, each),
         "components": by_component(work.dur[inside], code[inside], each),

@@ -1,4 +1,7 @@
-"""One cycle of a trace as bars to draw: the steady cycle of median length, stream by stream."""
+"""One cycle of a trace as bars to draw: the steady cycle of median length, stream by stream.
+
+A bar is as long as its kernel's turn (`turns.py`), so bars of a stream never overlap.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from eyas.report.components import DEVICE
 from eyas.report.traces.account import stage_name
 from eyas.report.traces.cycles import Cycles
 from eyas.report.traces.trace import Ints, Trace
+from eyas.report.traces.turns import in_turn
 
 MOST_BARS = 1200
 """Bars of one timeline; with more kernels, neighbours of a stream are drawn as one."""
@@ -21,6 +25,7 @@ def timeline(trace: Trace, code: Ints, stage: Ints, cycles: Cycles) -> dict[str,
     Starts count from the cycle's first kernel. Bars of one stream are in order of start. A bar of
     several kernels has the component that took most time in it, and the first one's stage.
     """
+    trace = in_turn(trace)
     work = trace.work
     steady = np.flatnonzero(cycles.steady)
     length = np.diff(work.start[cycles.cuts])[steady]
