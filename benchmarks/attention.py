@@ -137,7 +137,7 @@ class Bench:
             self.requests,
             num_new,
             tree,
-            most_splits(heads),
+            most_splits(self.layout.shape, self.model.heads // heads),
             2 * processors,
             self.workspace,
         )

@@ -64,6 +64,7 @@ MODELS = {
     "Llama-3.1-8B": Model(heads=32, kv_heads=8, key_dim=128, value_dim=128),
     "SmolLM2-135M": Model(heads=9, kv_heads=3, key_dim=64, value_dim=64),
     "DeepSeek-V2-Lite": Model(heads=16, kv_heads=1, key_dim=576, value_dim=512, latent=True),
+    "DeepSeek-V3": Model(heads=128, kv_heads=1, key_dim=576, value_dim=512, latent=True),
 }
 
 
@@ -84,7 +85,8 @@ def build(
 ) -> Built:
     """Compile the attention kernel for a pass in bfloat16 on an H200."""
     layout = Layout(shape=model.shape, page_size=page_size)
-    group, splits = model.heads // model.kv_heads, most_splits(model.kv_heads)
+    group = model.heads // model.kv_heads
+    splits = most_splits(model.shape, group)
     space = Workspace.of(2**27, torch.device("meta"))
     plan = make_plan(layout, torch.bfloat16, group, requests, num_new, tree, splits, 264, space)
     rope_dim = model.key_dim - model.value_dim if model.latent else model.key_dim
@@ -144,6 +146,7 @@ CASES = {
     "tree": ("Llama-3.1-8B", 1, 16, RANKS),
     "many small": ("SmolLM2-135M", 128, 5, CAUSAL),
     "latent": ("DeepSeek-V2-Lite", 1, 1, CAUSAL),
+    "many latent heads": ("DeepSeek-V3", 1, 4, CAUSAL),
 }
 
 
@@ -154,8 +157,8 @@ def test_kernel_suits_an_h200(name: str) -> None:
     A kernel with loads on their way while it computes waits for all but some of them.
     """
     model, requests, num_new, tree = CASES[name]
-    built, sizes = build(MODELS[model], requests, num_new, tree), MODELS[model]
-    assert built.spilled <= (160 if sizes.latent else 0), f"{built.spilled} bytes spilled"
+    built = build(MODELS[model], requests, num_new, tree)
+    assert not built.spilled, f"{built.spilled} bytes spilled"
     assert built.shared <= SHARED_BYTES, f"{built.shared} bytes of shared memory"
     waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", built.assembly)
     assert any(int(n) for n in waits), "every load of keys is waited for at once"

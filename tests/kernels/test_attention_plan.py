@@ -44,7 +44,7 @@ def plan_of(name: str, requests: int, num_new: int, tree: int = CAUSAL, size: in
         requests,
         num_new,
         tree,
-        most_splits(shape.num_kv_heads),
+        most_splits(shape, group),
         PROGRAMS,
         Workspace.of(size or WORKSPACE_BYTES, torch.device("meta")),
     )

@@ -266,7 +266,7 @@ def test_rows_keep_their_bits(name: str) -> None:
         run_bits_small()
         return
     case = replace(MODELS[name], dtype=torch.bfloat16)
-    grows = most_splits(case.kv_heads) * (64 if case.latent else 128)  # splits double here
+    grows = most_splits(case.shape, case.group) * (64 if case.latent else 128)  # splits double here
     for start in (3, 120, 1022, grows - 3):
         check_company(case, start, (4, 16))
     check_path(case, 1000, 16)

@@ -52,7 +52,7 @@ class TritonAttention:
         if programs is None:
             programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         self.programs, self.whole = programs, verify == "prefill"
-        self.splits = splits or most_splits(pool.shape.num_kv_heads)
+        self.splits = splits
         self.layout = Layout(shape=pool.shape, page_size=pool.page_size)
         self.workspace = Workspace.of(workspace_bytes, device)
 
@@ -99,7 +99,7 @@ class TritonPass:
                 requests,
                 batch.num_new,
                 self.tree,
-                backend.splits,
+                backend.splits or most_splits(pool.shape, group),
                 backend.programs_for(batch.mode),
                 backend.workspace,
             )

@@ -15,6 +15,7 @@ import torch
 
 from eyas.config import MAX_NODES
 from eyas.kernels.kv_write import Layout
+from eyas.model_config import AttentionShape
 
 ONE_REQUEST = 128
 """Programs that one long request is cut into, about."""
@@ -119,10 +120,19 @@ class Plan:
                 )
 
 
-def most_splits(num_kv_heads: int) -> int:
-    """Splits of a row at most: what lets one long request fill a device, whatever the device."""
-    each = 1 << (ONE_REQUEST // num_kv_heads).bit_length() >> 1
+def most_splits(shape: AttentionShape, group: int) -> int:
+    """Splits of a row at most: what lets one long request fill a device, whatever the device.
+
+    So many that the tiles of one new row, `group` query heads for each KV head, share it.
+    """
+    tiles = shape.num_kv_heads * -(-group // _largest_tile(shape.value_dim))
+    each = 1 << (ONE_REQUEST // tiles).bit_length() >> 1
     return max(8, min(64, each)) * 3 // 2
+
+
+def _largest_tile(values: int) -> int:
+    """Rows whose sums fit in a program's registers, with tensor cores."""
+    return 64 if values <= 128 else 32
 
 
 def _at_once(requests: int, tiles: int, room: int, unit: int) -> tuple[int, int] | None:
@@ -175,7 +185,7 @@ def make_plan(
     narrow = dtype.itemsize == 2
     keys, values = sizes["SIZE_A"] + sizes["SIZE_B"], sizes["SIZE_V"]
     # float32 sums over keys follow the tile's shape, so there is one; tensor cores' do not
-    largest = 16 if not narrow else 64 if values <= 128 else 32
+    largest = _largest_tile(values) if narrow else 16
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
     tiles = -(-rows // tile)
     slots = (splits + SPARE_SLOTS) * values * tile

@@ -115,6 +115,18 @@ def _seen(kv, low, end, bits, prefix, MASKED: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
+def _scores(ka, kb, qa, qb, SIZE_B: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Products float32[BLOCK, R] of keys, in one part or two, with queries.
+
+    The small part comes first: a product that another one adds to is done by all warps alike.
+    """
+    scores = tl.zeros([ka.shape[0], qa.shape[1]], tl.float32)
+    if SIZE_B > 0:
+        scores = tl.dot(kb, qb, scores, input_precision="ieee")
+    return tl.dot(ka, qa, scores, input_precision="ieee")
+
+
+@triton.jit
 def _absorb(scores, v, factor, top, mass, acc):  # type: ignore[no-untyped-def]
     """A block's scores [BLOCK, R] and values [BLOCK, D] taken into the sums (online softmax).
 
@@ -231,9 +243,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         kv, stop = start + tl.arange(0, BLOCK), start + BLOCK
         flat = _flat(table_ptr, order_ptr, kv, kv < hi, prefix, table_width, PAGE, TREE == 2)
         ka, kb, v = _block(k_ptr, v_ptr, flat, kv < hi, DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, LATENT)
-        scores = tl.dot(ka, qa, input_precision="ieee")
-        if SIZE_B > 0:
-            scores = tl.dot(kb, qb, scores, input_precision="ieee")
+        scores = _scores(ka, kb, qa, qb, SIZE_B)
         if (stop > plain) | (start < newest):
             scores = tl.where(_seen(kv, low, end, bits, prefix, TREE == 1), scores, HIDDEN)
         top, mass, acc = _absorb(scores, v, factor, top, mass, acc)
