@@ -8,7 +8,7 @@ import pytest
 
 from eyas.checkpoint import read_config, resolve
 from eyas.config import SpeculationConfig
-from eyas.cost import target_pass
+from eyas.cost import LISTED_ROWS, target_pass
 from eyas.errors import ConfigError
 from eyas.estimate import (
     EYAS,
@@ -22,6 +22,7 @@ from eyas.estimate import (
     predict,
 )
 from eyas.hardware import Curve, load_profile
+from eyas.kernels import router
 from eyas.model_config import ModelConfig
 from eyas.models.dummy import dummy_drafter_config
 from eyas.models.families import model_config
@@ -147,7 +148,7 @@ def test_overlap_hides_what_experts_can() -> None:
 
 
 def test_small_kernels_of_few_rows_join_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: gates priced that are no launches, or free where they are.
+    """Fault: gates and choices priced that are no launches, or free where they are.
 
     A gate is in the linear layer's launch where that layer has a plan; heads are always written
     where they are wanted.
@@ -162,15 +163,20 @@ def test_small_kernels_of_few_rows_join_others(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("eyas.estimate.plan_of", lambda *layer, **_: None)
     assert fewer("smollm2-135m") == 0
-    assert fewer("deepseek-v2-lite") == 27 * 3
+    assert fewer("deepseek-v2-lite") == 27 * 3 + 26 * (2 + 1), "the choice, shared experts' gates"
     monkeypatch.setattr("eyas.estimate.plan_of", lambda *layer, **_: layer)
     assert fewer("smollm2-135m") == 30
     assert fewer("llama-3.1-8b") == 32
-    assert fewer("deepseek-v2-lite") == 27 * 3 + 1 + 26, "with shared experts' gates"
+    assert fewer("deepseek-v2-lite") == 27 * 3 + 26 * (2 + 1) + 1, "a dense layer's gate too"
     assert fewer("smollm2-135m", batch=128) == 0
     cpu = dataclasses.replace(H200, eager_us=0.0)
     plain = predict(dataclasses.replace(scenario("smollm2-135m", 3), profile=cpu)).decode
     assert plain.launches == predict(scenario("smollm2-135m", 3, SGLANG)).decode.launches
+
+
+def test_few_rows_are_listed_by_the_router() -> None:
+    """Fault: a launch counted that the kernel has taken in."""
+    assert LISTED_ROWS == router.ROWS
 
 
 def test_an_engines_own_attention() -> None:

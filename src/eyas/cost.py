@@ -37,6 +37,8 @@ from eyas.setting import Setting
 
 GLUE = 3
 """Launches that put latent attention's queries, keys and results in place, where any do."""
+LISTED_ROWS = 16
+"""Of more rows each expert's own are listed by a launch of their own (`eyas.kernels.router`)."""
 
 
 def touched(moe: MoEConfig, tokens: int, shares: Sequence[float] | None = None) -> float:
@@ -234,6 +236,7 @@ def _attend(
         name="attention",
         component=ATTENTION,
         work=work,
+        launches=2 if work is Work.LATENT else 1,
         rows=rows,
         kv=kv,
         again=kv * (nodes - 1) if setting.kv_per_node else 0.0,
@@ -258,14 +261,16 @@ def moe_ops(moe: MoEConfig, hidden: int, setting: Setting, nodes: int) -> list[O
     bits = 32.0 if moe.float32_router else precision.weight_bits
     experts = touched_in_pass(moe, setting.batch, nodes, setting.expert_overlap)
     one = 3 * hidden * moe.intermediate_size / ranks
+    times = 1 + moe.float32_router
+    choice = small("routing", rows, moe.num_experts, times=times, component=MOE)
     ops = [
         linear("router", hidden, moe.num_experts, rows, bits, MOE),
-        small("routing", rows, moe.num_experts, times=1 + moe.float32_router, component=MOE),
+        dataclasses.replace(choice, joins=Joins.CHOICE),
         Op(
             name="experts",
             component=MOE,
             work=Work.EXPERTS,
-            launches=4 if rows > 1 else 3,
+            launches=3 if rows <= LISTED_ROWS else 4,
             rows=rows,
             weights=experts * one * precision.expert / 8,
             moved=rows * moe.top_k * (hidden + moe.intermediate_size / ranks) * 2 * ACTIVATION,
@@ -274,7 +279,8 @@ def moe_ops(moe: MoEConfig, hidden: int, setting: Setting, nodes: int) -> list[O
     ]
     if moe.shared_size:
         name = "shared experts"
-        ops += mlp(name, hidden, moe.shared_size, rows, ranks, precision.weight_bits, MOE)
+        shared = mlp(name, hidden, moe.shared_size, rows, ranks, precision.weight_bits, MOE)
+        ops += [dataclasses.replace(op, joins=Joins.EXPERTS) for op in shared]
     return ops
 
 

@@ -7,6 +7,7 @@ its floor; nothing is fitted to whole passes. What surrounds the device's work s
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,8 @@ from functools import cached_property
 from eyas.config import SpeculationConfig, Strict, option, require
 from eyas.cost import Cycle, cycle_ops, plain_step, require_shares
 from eyas.hardware import BEST, MANY_ROWS, Curve, HardwareProfile
+from eyas.kernels.experts_triton import SHARED_ROWS
+from eyas.kernels.router import MOST_ROWS as CHOSEN_ROWS
 from eyas.kernels.skinny_plan import MOST_ROWS, plan_of
 from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.operations import (
@@ -52,6 +55,8 @@ class Software(Strict):
     source: str = "cycles in one graph each, results read one cycle late"
 
 
+MOST_JOINED = {Joins.HEADS: math.inf, Joins.CHOICE: CHOSEN_ROWS, Joins.EXPERTS: SHARED_ROWS}
+"""Rows up to which small kernels are part of another's launch, whatever the weights."""
 EYAS = Software()
 SGLANG = Software(
     name="sglang",
@@ -128,14 +133,13 @@ def estimate(
     """What `ops` take; raises `ConfigError` for a kind of all-reduce without a table."""
     lines = []
     for op in ops:
-        if joined(op, profile, software):
-            lines.append(Line(dataclasses.replace(op, launches=0), 0.0, 0.0))
-            continue
         one = op_us(op, profile, software, ranks)
+        if joined(op, profile, software):
+            op, one = dataclasses.replace(op, launches=0), _joined_us(op, profile)
         if software.overlapped and op.name == BEHIND_MLP:
             one = _overlapped_us(op, ops, profile, software, ranks)
         floor = 0.0
-        if op.work not in (Work.REDUCE, Work.GATHER, Work.FIXED):
+        if one and op.work not in (Work.REDUCE, Work.GATHER, Work.FIXED):
             floor = profile.floor_us(op.bytes, op.flops)
         lines.append(Line(op, max(one, floor) * op.times, floor * op.times))
     return Estimate(tuple(lines))
@@ -145,12 +149,17 @@ def joined(op: Op, profile: HardwareProfile, software: Software) -> bool:
     """Whether `op` is part of another launch; on a CPU none is."""
     if op.joins is None or not software.joins or not profile.eager_us:
         return False
-    if op.joins is Joins.HEADS:
-        return True
+    if op.joins in MOST_JOINED:
+        return op.rows <= MOST_JOINED[op.joins]
     if op.layer is None or op.rows > MOST_ROWS:
         return False
     outputs, inputs, bits = op.layer
     return bits == 8 or (bits == 16 and plan_of(outputs, inputs, gated=True) is not None)
+
+
+def _joined_us(op: Op, profile: HardwareProfile) -> float:
+    """What an operation adds to the launch that it is part of: its weights, if it has some."""
+    return profile.experts_us(op.weights) - profile.experts_us(0) if op.weights else 0.0
 
 
 def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: int = 1) -> float:

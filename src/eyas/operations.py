@@ -42,6 +42,8 @@ class Joins(enum.Enum):
     """Small kernels that an engine may make part of another's launch."""
 
     GATE = "a gate, of the linear layer before it"
+    CHOICE = "the choice of experts, of the router's product"
+    EXPERTS = "shared experts, of the launches of the routed ones"
     HEADS = "what puts heads in place, of the product that makes them"
 
 

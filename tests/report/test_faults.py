@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ from tests.helpers import chain, tiny_drafter, tiny_target
 from tests.report.explaining.running import TEXT, explained, tiny_llm
 
 CHAIN = chain(3)
+Explained = Callable[[], dict[str, Any]]
+DRIFT = 0.1
+"""By how much plain steps of two runs may differ."""
 
 
 def tiny() -> LLM:
@@ -58,10 +63,26 @@ def first(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, dict[str,
     return found["causes"][0]["name"], found
 
 
+def alike(before: Explained, after: Explained) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both records, taken while plain decoding, which no fault touches, was as fast in both.
+
+    The test is skipped on a machine that is never so for long.
+    """
+    ratio = 0.0
+    for _ in range(3):
+        records = before(), after()
+        plain = [record["decode"]["cycle_ms"] for record in records]
+        ratio = plain[1] / plain[0]
+        if abs(ratio - 1) < DRIFT:
+            return records
+    pytest.skip(f"a busy machine: the plain steps of two runs stand {ratio:.2f} to 1")
+
+
 def test_a_host_that_sleeps_between_draft_and_verify() -> None:
     """Fault: the host's time hidden in a stage."""
-    slow = explained(after_drafting(tiny(), lambda _: time.sleep(0.001)))
-    name, found = first(explained(tiny()), slow)
+    planted = partial(after_drafting, action=lambda _: time.sleep(0.001))
+    before, slow = alike(lambda: explained(tiny()), lambda: explained(planted(tiny())))
+    name, found = first(before, slow)
     assert name == "host between draft and verify", found
     assert found["causes"][0]["ms"] * slow["accept_length"] > 0.8, "a busy machine adds more"
     assert "between draft and verify (host)" in slow["verdict"]
@@ -143,20 +164,16 @@ def smollm2(**how: Any) -> dict[str, Any]:
     return explain(llm, select(wanted), wanted, SamplingParams(max_tokens=80), progress=False)
 
 
-@pytest.fixture(scope="module")
-def usual() -> dict[str, Any]:
-    return smollm2()
-
-
-def test_an_accept_length_halved_by_a_wrong_layer_id(usual: dict[str, Any]) -> None:
+def test_an_accept_length_halved_by_a_wrong_layer_id() -> None:
     """Fault: the drafter reads states of other layers than it was trained on."""
-    wrong = smollm2(drafter_options=DrafterOptions(aux_layers=(0, 1, 2)))
+    options = DrafterOptions(aux_layers=(0, 1, 2))
+    usual, wrong = alike(smollm2, partial(smollm2, drafter_options=options))
     assert wrong["accept_length"] < 0.7 * usual["accept_length"]
     name, found = first(usual, wrong)
     assert name == "networks.drafter options", found
 
 
-def test_another_drafter_file(usual: dict[str, Any], tmp_path: Path) -> None:
+def test_another_drafter_file(tmp_path: Path) -> None:
     """Fault: a file replaced under the same name."""
     shipped = find_drafter("auto", "smollm2")
     assert shipped is not None
@@ -170,7 +187,7 @@ def test_another_drafter_file(usual: dict[str, Any], tmp_path: Path) -> None:
             noise = torch.randn(tensor.shape) * tensor.float().std()
             tensors[name] = (tensor.float() + 2 * noise).to(tensor.dtype)
     save_file(tensors, weights)
-    name, found = first(usual, smollm2(drafter=str(folder)))
+    name, found = first(*alike(smollm2, partial(smollm2, drafter=str(folder))))
     assert name == "networks.drafter", found
 
 
