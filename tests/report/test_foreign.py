@@ -131,11 +131,15 @@ def test_the_tables_show_every_part(files: tuple[Path, Path]) -> None:
     text = text_of(analyse(files))
     for part in (
         "decode.json.gz, SGLang", "spec.json, SGLang", "steady cycles", "spans of the host",
-        "attention", "LM head", "idle before", "overlapped", "cudaEventSynchronize 1 x",
+        "attention", "LM head", "idle before", "cudaEventSynchronize 1 x",
         "Idle stretches", "draft and verify", "Verify over decode", "whose component is known",
         "Speculation pays above",
     ):  # fmt: skip
         assert part in text, part
+    assert "early launch" not in text
+    early = text_of(analyse([w.eyas_cycles(early=2.0).save(files[0].parent / "early.json")]))
+    assert "waiting for the kernel before (early launch): 0.167 ms" in early
+    assert "overlapped" in early
     odd = w.sglang_decode()
     odd.launch(w.K("mystery_kernel", 31.0))
     assert "mystery_kernel" in text_of(analyse([odd.save(files[0].parent / "odd.json")]))

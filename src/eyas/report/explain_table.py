@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eyas.report.components import DEVICE, STAGES
+from eyas.report.cycle_grid import cycle_grid, light_table
 
 MOST_ROWS = 8
 """Changes and gaps that are shown; the record has more."""
@@ -41,54 +41,24 @@ def render(record: dict[str, Any]) -> RenderableType:
     return Group(*parts, Text(record["verdict"], style="bold green"))
 
 
-def _table(title: str, *columns: str, words: int = 1) -> Table:
-    table = Table(*columns, title=title, title_justify="left")
-    for column in table.columns[words:]:
-        column.justify = "right"
-    return table
-
-
 def _cycle(side: dict[str, Any], title: str) -> list[RenderableType]:
     watching = side["watching"]
     watched = (
         f"{watching['unwatched_cycles']} cycles unwatched, {watching['watched_cycles']} watched "
         f"({watching['how']}), which costs {watching['overhead']:+.1%}"
     )
+    if "dearest" in watching:
+        watched += f", and {watching['dearest_overhead']:+.1%} where {watching['dearest']} begins"
     if "profiled_ms" in watching:
         watched += f"; under the profiler a cycle takes {watching['profiled_ms']:.3f} ms"
     about = f"{side['startup']['words']} {watched}."
-    return [_grid(side, title), _cells(side), _counts(side), Text(about, style="dim")]
-
-
-def _grid(side: dict[str, Any], title: str) -> Table:
-    """Stages by components, ms."""
-    cycle = side["cycle_ms"]
-    stages = [name for name in (*STAGES, "other") if name in side["stages"]]
-    table = _table(f"{title}, ms", "", *stages, "sum", "of cycle", "floor", "times")
-    for part in DEVICE:
-        if part not in side["components"]:
-            continue
-        cells = [side["stages"][s]["components"].get(part) for s in stages]
-        ms, floor = side["components"][part], side["floors"].get(part)
-        over = f"{ms / floor:.1f}" if floor else ""
-        table.add_row(part, *map(_ms, cells), _ms(ms), f"{ms / cycle:.1%}", _ms(floor), over)
-    table.add_section()
-    for name, key in (("device", "device_ms"), ("idle", "idle_ms")):
-        cells = [side["stages"][s][key] for s in stages]
-        table.add_row(name, *map(_ms, cells), _ms(side[key]), f"{side[key] / cycle:.1%}")
-    nothing = [""] * len(stages)
-    if side["overlap_ms"]:
-        table.add_row("overlapped", *nothing, _ms(-side["overlap_ms"]))
-    rest = side["unexplained_ms"]
-    table.add_row("unexplained", *nothing, f"{rest:+.3f}", f"{rest / cycle:+.1%}")
-    table.add_row("cycle", *nothing, _ms(cycle), "100 %", style="bold")
-    return table
+    return [cycle_grid(side, f"{title}, ms"), _cells(side), _counts(side), Text(about, style="dim")]
 
 
 def _cells(side: dict[str, Any]) -> Table:
     """The cells that take time, with what they move and must take."""
     columns = ("stage", "component", "ms", "launches", "MB", "GFLOP", "floor", "times")
-    table = _table("Cells against their floors", *columns, words=2)
+    table = light_table("Cells against their floors", *columns, words=2)
     for row in sorted(side["cells"], key=lambda row: -row["ms"]):
         if row["ms"] < 0.005 * side["cycle_ms"]:
             continue
@@ -101,7 +71,7 @@ def _cells(side: dict[str, Any]) -> Table:
             _number(moved, 1),
             _number(row["gflop"], 2),
             _ms(row["floor_ms"]),
-            _number(row["over_floor"], 1),
+            _number(row["over_floor"], 1 if (row["over_floor"] or 0) < 100 else 0),
         )
     return table
 
@@ -118,6 +88,11 @@ def _counts(side: dict[str, Any]) -> Text:
         lines.append(
             f"waits of the host: {', '.join(syncs) or 'none'}; copies to the host "
             f"{side['copies_to_host']:.2g}"
+        )
+    if side.get("early_ms"):
+        lines.append(
+            f"kernels are launched early: {side['early_ms']:.3f} ms in which they wait for those "
+            "before them are nobody's time"
         )
     if side["graph_reasons"]:
         lines.append(f"without a graph: {', '.join(side['graph_reasons'])}")
@@ -139,7 +114,7 @@ def _counts(side: dict[str, Any]) -> Text:
 def _ranks(record: dict[str, Any]) -> Table:
     shared = record["collectives"]
     columns = ("rank", "cycle", "transfer", "waiting", "comes last")
-    table = _table("Ranks, ms a cycle", *columns)
+    table = light_table("Ranks, ms a cycle", *columns)
     for rank in record["ranks"]:
         name = str(rank["rank"])
         waits, last = shared["waiting_ms"].get(name), shared["last"].get(name, 0.0)
@@ -151,8 +126,8 @@ def _ranks(record: dict[str, Any]) -> Table:
 
 def _acceptance(record: dict[str, Any]) -> Table:
     found = record["acceptance"]
-    columns = ("position", "accepted", "if those before were", "cycles of this length")
-    table = _table("Acceptance", *columns)
+    columns = ("position", "accepted", "if those before", "cycles of it")
+    table = light_table("Acceptance", *columns)
     most = max([*found["histogram"], 1])
     for k, count in enumerate(found["histogram"]):
         share, given = "", ""
@@ -164,7 +139,7 @@ def _acceptance(record: dict[str, Any]) -> Table:
 
 
 def _by(rows: list[dict[str, Any]], key: str, title: str) -> Table:
-    table = _table(title, key, "tok/s", "plain tok/s", "cycle, ms", "accept length", "cycles")
+    table = light_table(title, key, "tok/s", "plain tok/s", "cycle, ms", "accept length", "cycles")
     for row in rows:
         table.add_row(
             f"{row[key]:.0f}",
@@ -178,7 +153,7 @@ def _by(rows: list[dict[str, Any]], key: str, title: str) -> Table:
 
 
 def _lesson(found: dict[str, Any]) -> RenderableType:
-    table = _table("Lesson: a host clock around each stage", "", "it says", "the truth")
+    table = light_table("Lesson: a host clock around each stage", "", "it says", "the truth")
     for name, one in found["stages"].items():
         table.add_row(name, _ms(one["host_ms"]), _ms(one["true_ms"]))
     return Group(table, Text(found["words"]))
@@ -186,7 +161,7 @@ def _lesson(found: dict[str, Any]) -> RenderableType:
 
 def _rows(rows: list[dict[str, Any]]) -> Table:
     columns = ("change", "what it costs", "cycle, ms", "tok/s", "speed-up", "gain")
-    table = _table("What would change it", *columns, words=2)
+    table = light_table("What would change it", *columns, words=2)
     for row in rows[:MOST_ROWS]:
         table.add_row(
             row["option"],

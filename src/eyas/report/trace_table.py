@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eyas.report.components import DEVICE, STAGES
+from eyas.report.cycle_grid import cycle_grid, light_table
 from eyas.report.traces.words import ranked
 
 MOST_ROWS = 8
@@ -56,7 +56,7 @@ def _run(run: dict[str, Any]) -> list[RenderableType]:
                 style="dim",
             )
         )
-        parts += [_components(run), _counts(run)]
+        parts += [cycle_grid(run, "Milliseconds a cycle", idle="idle before"), _counts(run)]
         parts += [_gaps(run)] if run["gaps"] else []
     if run["unknown"]:
         parts.append(_unknown(run))
@@ -65,31 +65,6 @@ def _run(run: dict[str, Any]) -> list[RenderableType]:
     if run.get("against_decode"):
         parts.append(_against(run["against_decode"]))
     return [*parts, Text(run["verdict"], style="bold green"), Text()]
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(*columns, title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
-
-
-def _components(run: dict[str, Any]) -> Table:
-    stages = [name for name in (*STAGES, "other") if name in run["stages"]]
-    table = _table("Milliseconds a cycle", "", *stages, "sum", "of cycle")
-    for part in DEVICE:
-        if part in run["components"]:
-            cells = [run["stages"][s]["components"].get(part) for s in stages]
-            ms = run["components"][part]
-            table.add_row(part, *map(_ms, cells), _ms(ms), f"{ms / run['cycle_ms']:.1%}")
-    table.add_section()
-    for name, key in (("device", "device_ms"), ("idle before", "idle_ms")):
-        cells = [run["stages"][s][key] for s in stages]
-        table.add_row(name, *map(_ms, cells), _ms(run[key]), f"{run[key] / run['cycle_ms']:.1%}")
-    overlap = run["overlap_ms"]
-    table.add_row("overlapped", *[""] * len(stages), _ms(-overlap), "")
-    table.add_row("cycle", *[""] * len(stages), _ms(run["cycle_ms"]), "100 %", style="bold")
-    return table
 
 
 def _counts(run: dict[str, Any]) -> Text:
@@ -114,7 +89,7 @@ def _counts(run: dict[str, Any]) -> Text:
 
 
 def _totals(run: dict[str, Any]) -> Table:
-    table = _table("Device time of the whole trace", "", "ms")
+    table = light_table("Device time of the whole trace", "", "ms")
     for name, ms in ranked(run["totals"]["components"]):
         table.add_row(name, _ms(ms))
     table.add_row("sum", _ms(run["totals"]["device_ms"]), style="bold")
@@ -122,7 +97,7 @@ def _totals(run: dict[str, Any]) -> Table:
 
 
 def _gaps(run: dict[str, Any]) -> Table:
-    table = _table("Idle stretches", "between", "because of", "count", "ms a cycle")
+    table = light_table("Idle stretches", "between", "because of", "count", "ms a cycle")
     for gap in run["gaps"][:MOST_ROWS]:
         where = f"{gap['from']} and {gap['to']}"
         table.add_row(where, gap["cause"], f"{gap['count']:.1f}", _ms(gap["ms"]))
@@ -130,7 +105,7 @@ def _gaps(run: dict[str, Any]) -> Table:
 
 
 def _unknown(run: dict[str, Any]) -> Table:
-    table = _table("Kernels that no rule knows, of the whole trace", "name", "count", "ms")
+    table = light_table("Kernels that no rule knows, of the whole trace", "name", "count", "ms")
     for kernel in run["unknown"][:MOST_ROWS]:
         table.add_row(kernel["name"][:80], f"{kernel['count']:.0f}", _ms(kernel["ms"]))
     rest = run["unknown"][MOST_ROWS:]
@@ -143,7 +118,7 @@ def _unknown(run: dict[str, Any]) -> Table:
 def _ranks(run: dict[str, Any]) -> Table:
     shared = run["collectives"]
     columns = ("rank", "cycle", "device", "idle", "transfer", "waiting", "comes last")
-    table = _table("Ranks, ms a cycle", *columns)
+    table = light_table("Ranks, ms a cycle", *columns)
     for rank in run["ranks"]:
         name = str(rank["rank"])
         values = [rank["cycle_ms"], rank["device_ms"], rank["idle_ms"], shared["transfer_ms"]]
@@ -153,7 +128,7 @@ def _ranks(run: dict[str, Any]) -> Table:
 
 
 def _against(beside: dict[str, Any]) -> Table:
-    table = _table("Verify over decode, device ms", "", "more")
+    table = light_table("Verify over decode, device ms", "", "more")
     for part in beside["extra"]:
         table.add_row(part["name"], f"{part['ms']:+.3f}")
     over = beside["verify_ms"] - beside["decode_ms"]
