@@ -31,6 +31,12 @@ SHAPES = {
     "latent 16": (LATENT, 16),
     "latent 20": (LATENT, 20),
     "latent 128": (LATENT, 128),
+    "small latent": (
+        AttentionShape(
+            num_layers=1, num_kv_heads=1, key_dim=48, value_dim=32, scale=0.1, latent=True
+        ),
+        16,
+    ),
 }
 
 
@@ -65,6 +71,7 @@ def test_launches_cover_a_pass_and_fit(name: str, size: int) -> None:
             slots = (plan.splits + SPARE_SLOTS) * shape.value_dim * plan.tile
             fits = tiles * slots * 4 <= size
             assert plan.parts == 1 or fits, f"{name} {requests} {num_new}: {plan}"
+            assert plan.block <= plan.least, "a block holds two splits"
             assert launch.first_tile * plan.tile % group == 0, "a node's rows lie in two launches"
         assert sorted(done) == list(product(range(requests), range(plan.num_tiles)))
         assert plan.num_tiles * plan.tile >= num_new * group

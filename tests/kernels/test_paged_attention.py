@@ -94,6 +94,7 @@ SMALL = [
     Pass(case=Case(window=64), prefixes=[130], count=4, tree=True, options=MANY),
     Pass(case=Case(kv_heads=1, group=1), prefixes=[2], count=64, tree=True, options=FAST),
     Pass(case=Case(dtype=torch.float16, rope_dim=16), prefixes=[140], count=5),
+    Pass(case=replace(LATENT, dtype=torch.float16), prefixes=[70], count=4, options=MANY),
 ]
 """What the interpreter can run in seconds: every branch of the kernels once."""
 

@@ -192,7 +192,8 @@ def make_plan(
     room, unit = min(workspace.sums.numel() // slots, MAX_TILES), math.lcm(tile, group) // tile
     parts, *at_once = _cut(requests, heads, tiles, room, unit, programs, values > 128)
     parts = max(1, min(splits + 1, parts))
-    block = 128 if narrow and keys <= 64 else 64
+    least = 64 if layout.shape.latent else 128
+    block = least if narrow and keys <= 64 else 64  # in one split
     if parts == 1 and block == 128 and tile == 64:  # twice the sums do not fit in registers
         tile, tiles = 32, -(-rows // 32)
     at_once = [requests, tiles] if parts == 1 else at_once
@@ -202,7 +203,7 @@ def make_plan(
         tile=tile,
         block=block,
         splits=splits,
-        least=64 if layout.shape.latent else 128,
+        least=least,
         parts=parts,
         num_tiles=tiles,
         requests_at_once=at_once[0],
