@@ -4,8 +4,9 @@
 
 Rotation and the write of new keys are part of the time. Every call reads another layer, so that
 keys come from memory and not from the cache. `GB/s` counts keys and values once, `ratio` is the
-time over that of N = 1, or in a sweep over the engine's own plan. `--sweep` times other plans
-(blocks, warps, stages, programs, merges) at a few points instead, to choose the constants of
+time over that of N = 1, or in a sweep over the engine's own plan. `floor` is what an H200 needs at
+`FLOPS` or `BYTES`, whichever is longer. `--sweep` times other plans (tiles, warps, stages, splits,
+programs, merges) at a few points instead, to choose the constants of
 `eyas.kernels.attention_plan`. `--jobs` processes compile the kernels first, side by side.
 """
 
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from eyas.kernels.attention_plan import (
     CAUSAL,
     MASKED,
     RANKS,
+    SPARE_SLOTS,
     Plan,
     Workspace,
     make_plan,
@@ -51,6 +54,8 @@ COLD_BYTES = 2**28
 """Keys of all layers together: several times the cache."""
 GOAL = 1.15
 """Verify over decode, at most."""
+FLOPS, BYTES = 700e12, 4.1e12
+"""A second of an H200: what dense 16-bit products reach in a long kernel, and reads of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,29 +235,90 @@ def standard(
                 yield Work(model=name, requests=1, context=context, num_new=chunk)
 
 
-POINTS = ((1, 512, 1), (1, 512, 4), (1, 8192, 1), (1, 8192, 16), (32, 2048, 1), (32, 2048, 4))
-"""(requests, context, nodes) of a sweep."""
-SHAPES = {
-    False: ((64, 4, 5), (64, 4, 3), (64, 8, 5), (128, 8, 5), (128, 8, 3)),
-    True: ((64, 8, 3), (64, 8, 1), (128, 8, 1), (64, 4, 3)),
+POINTS = {
+    False: (*product((1,), (1024, 8192, 131072), (1, 8, 16)), (32, 2048, 4)),
+    True: (*product((1,), (1024, 8192, 131072), (1, 4, 16)), (32, 2048, 1)),
 }
-"""(block, warps, stages) to try: not latent, latent."""
+"""(requests, context, nodes) of a sweep: not latent, latent."""
+VARIANTS: dict[bool, tuple[dict[str, int], ...]] = {
+    False: (
+        {"merge": False},
+        {"merge": True},
+        {"num_stages": 3},
+        {"tile": 64, "num_warps": 8, "num_stages": 5, "merge": False},
+        {"tile": 64, "num_warps": 8, "num_stages": 3, "merge": False},
+        {"tile": 64, "num_warps": 4, "num_stages": 3, "merge": False},
+        {"tile": 64, "num_warps": 8, "num_stages": 3, "merge": False, "block": 128},
+        {"programs": 264, "tile": 32, "num_warps": 4, "num_stages": 3, "merge": False},
+        {"programs": 264, "tile": 32, "num_warps": 4, "num_stages": 5, "merge": True},
+        {"splits": 48},
+        {"splits": 48, "programs": 264},
+        {
+            "splits": 48,
+            "programs": 264,
+            "tile": 64,
+            "num_warps": 4,
+            "num_stages": 3,
+            "merge": False,
+        },
+        {
+            "splits": 48,
+            "programs": 264,
+            "tile": 32,
+            "num_warps": 4,
+            "num_stages": 3,
+            "merge": False,
+        },
+    ),
+    True: (
+        {"num_warps": 4},
+        {"num_stages": 2},
+        {"tile": 32, "num_warps": 8},
+        {"tile": 64, "num_warps": 8, "num_stages": 1},
+        {"programs": 264},
+        {"programs": 66},
+        {"splits": 48},
+        {"splits": 96},
+        {"splits": 132},
+        {"splits": 132, "programs": 264},
+        {"splits": 192, "programs": 264},
+    ),
+}
+"""What to try: not latent, latent. `programs` are those of a launch; two or more share a
+multiprocessor where its registers (65,536) and shared memory (227 KiB) last."""
 
 
 def sweep(names: list[str]) -> Iterator[Work]:
     """Other plans than the engine's, behind it."""
     for name in names:
-        for requests, context, num_new in POINTS:
+        latent = MODELS[name].shape.latent
+        for requests, context, num_new in POINTS[latent]:
             own = Work(model=name, requests=requests, context=context, num_new=num_new)
             yield own
-            for block, warps, stages in SHAPES[MODELS[name].shape.latent]:
-                shape = (("block", block), ("num_warps", warps), ("num_stages", stages))
-                yield replace(own, changes=shape)
-            if requests == 1:
-                yield replace(own, changes=(("merge", True),))
-                yield replace(own, changes=(("merge", False),))
-                for parts in (4, 8, 16):
-                    yield replace(own, changes=(("parts", parts),))
+            for changes in VARIANTS[latent]:
+                yield replace(own, changes=tuple(changes.items()))
+
+
+def changed(bench: Bench, work: Work) -> Plan:
+    """The engine's plan with the changes of `work`; `ValueError` where it can't run."""
+    plan, changes = bench.plan(work.num_new, work.tree), dict(work.changes)
+    if not changes:
+        return plan
+    heads = bench.layout.shape.num_kv_heads
+    rows = work.num_new * bench.model.heads // heads
+    pairs = plan.requests_at_once * heads
+    programs = changes.pop("programs", plan.parts * pairs * plan.tiles_at_once)
+    tile = changes.get("tile", plan.tile)
+    at_once = -(-plan.columns // tile)
+    plan = replace(plan, **changes, num_tiles=-(-rows // tile), tiles_at_once=at_once)
+    each = pairs * at_once
+    plan = replace(plan, parts=max(1, min(plan.splits + 1, programs // each)))
+    slots = (plan.splits + SPARE_SLOTS) * bench.layout.constants["SIZE_V"] * plan.tile
+    if plan.parts > 1 and each * slots > bench.workspace.sums.numel():
+        raise ValueError("its sums do not fit in the workspace")
+    if plan.block > plan.least:
+        raise ValueError("a block would hold two splits")
+    return plan
 
 
 def take(all_work: list[Work], workspace: Workspace, console: Console) -> Iterator[dict[str, Any]]:
@@ -265,8 +331,8 @@ def take(all_work: list[Work], workspace: Workspace, console: Console) -> Iterat
             bench = None  # frees its pool before the next is made
             bench = Bench(MODELS[work.model], work.requests, work.context, workspace)
             place, base = here, 0.0
-        plan = replace(bench.plan(work.num_new, work.tree), **dict(work.changes))
         try:
+            plan = changed(bench, work)
             time = bench.time(work.num_new, work.tree, plan)
         except Exception as error:  # a plan may not fit
             console.print(f"{work}: {type(error).__name__}: {error}"[:300])
@@ -287,9 +353,12 @@ def row_of(bench: Bench, work: Work, plan: Plan, time: float) -> dict[str, Any]:
         "us": time,
         "gb_per_s": size / time / 1e3,
         "tflop_per_s": flops / time / 1e6,
+        "floor_us": max(flops / FLOPS, size / BYTES) * 1e6,
         "plan": {
             "tile": plan.tile,
             "block": plan.block,
+            "splits": plan.splits,
+            "launches": len(list(plan.launches(work.requests))),
             "parts": plan.parts,
             "warps": plan.num_warps,
             "stages": plan.num_stages,
@@ -302,8 +371,8 @@ def compile_all(all_work: list[Work], workspace: Workspace) -> None:
     """Launch everything once, at a short context."""
     for work in all_work:
         bench = Bench(MODELS[work.model], work.requests, WARM_CONTEXT, workspace)
-        plan = replace(bench.plan(work.num_new, work.tree), **dict(work.changes))
         try:
+            plan = changed(bench, work)
             bench.layers(work.num_new, work.tree, plan)()
             torch.cuda.synchronize()
         except Exception:
@@ -313,7 +382,8 @@ def compile_all(all_work: list[Work], workspace: Workspace) -> None:
 def show(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
     plan = " ".join(f"{name} {value}" for name, value in row["plan"].items())
-    numbers = [f"{row['us']:.1f}", f"{row['gb_per_s']:.0f}", f"{row['tflop_per_s']:.0f}"]
+    numbers = [f"{row['us']:.1f}", f"{row['floor_us']:.1f}"]
+    numbers += [f"{row['gb_per_s']:.0f}", f"{row['tflop_per_s']:.0f}"]
     place = [row["model"], *(str(row[k]) for k in ("batch", "context", "nodes")), row["tree"]]
     return [*place, *numbers, f"{row['ratio']:.2f}" + " !" * (row["ratio"] > GOAL), plan]
 
@@ -331,7 +401,7 @@ def main() -> None:
     options = parser.parse_args()
     usual = standard(options.models, options.batches, options.chains)
     all_work = list(sweep(options.models) if options.sweep else usual)
-    console = Console(width=130)
+    console = Console(width=150)
     if options.compile is None:
         command = [sys.executable, __file__, *sys.argv[1:], "--compile"]
         jobs = [subprocess.Popen([*command, str(i)]) for i in range(options.jobs)]
@@ -344,7 +414,19 @@ def main() -> None:
             compile_all(list(alike)[options.compile :: options.jobs], workspace)
             return
         rows = list(take(all_work, workspace, console))
-    columns = ("model", "batch", "context", "N", "tail", "us", "GB/s", "TFLOP/s", "ratio", "plan")
+    columns = (
+        "model",
+        "batch",
+        "context",
+        "N",
+        "tail",
+        "us",
+        "floor",
+        "GB/s",
+        "TFLOP/s",
+        "ratio",
+        "plan",
+    )
     table = Table(*columns, box=None)
     for row in rows:
         table.add_row(*show(row))

@@ -126,6 +126,11 @@ def grid(name: str) -> Iterator[Pass]:
         yield Pass(case=case, prefixes=[32_000], count=4)
         for group in (64, 128):
             yield Pass(case=replace(case, group=group), prefixes=[3000], count=2)
+        many = {"programs": 264, "workspace_bytes": 2**27}
+        for tree in (False, True):
+            yield Pass(
+                case=replace(case, group=128), prefixes=[3000], count=16, tree=tree, options=many
+            )
         yield Pass(case=case, prefixes=[0, 1000], count=300)
         yield Pass(case=replace(case, dtype=torch.float32), prefixes=[300], count=4)
     elif name == "SmolLM2":
