@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from eyas.report.compare import compare
-from tests.gpu.test_explain import check, told
 
 if torch.cuda.device_count() < 2:
     pytest.skip("fewer than two GPUs", allow_module_level=True)
+
+from tests.gpu.test_explain import check, told
 
 SCRIPT = """
 import json, sys

@@ -111,7 +111,8 @@ class Wire:
         line.sendall(key + seat.rank.to_bytes(4, "big"))
         self._connection = _connection(line)
         self._ended = threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
 
     def listen(self) -> Any:
         """The next order, None for the last; raises `RankZeroGoneError`."""
@@ -140,6 +141,8 @@ class Wire:
     def close(self) -> None:
         """This rank has ended in order."""
         self._ended.set()
+        end_line(self._connection)
+        self._watcher.join(ORDERLY_END_SECONDS)  # Python must not end around it
         self._connection.close()
 
     def _watch(self) -> None:

@@ -61,7 +61,8 @@ class Hub:
         self._closed = False
         self._thread = 0
         self._woken, self._wake = os.pipe()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
         atexit.register(self.close)
 
     def tell(self, order: Any) -> None:
@@ -133,6 +134,8 @@ class Hub:
                 process.kill()
                 process.join()
         self._hang_up()
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join(DISORDERLY_SECONDS)  # Python must not end around it
         self.before_release()
         self.release()
 
