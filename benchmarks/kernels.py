@@ -37,6 +37,7 @@ from eyas.kernels import (
     router,
     rows,
     skinny,
+    terms,
     tree,
 )
 from eyas.model_config import MoEConfig
@@ -193,11 +194,12 @@ def moe(name: str, count: int) -> Iterator[Case]:
     def run(way: Callable[..., torch.Tensor]) -> Callable[[int], torch.Tensor]:
         return lambda i: way(x, *chosen[i % LAYERS], *weights[i % LAYERS])
 
+    def ours(*given: torch.Tensor) -> torch.Tensor:
+        return terms.summed(experts_triton.experts_triton(*given, shared=shared if more else None))
+
     yield Case(
         name=f"experts ({touched:.1f} touched)",
-        run=run(
-            lambda *given: experts_triton.experts_triton(*given, shared=shared if more else None)
-        ),
+        run=run(ours),
         torch=run(experts.experts_grouped),
         moved=experts_triton.cost(count, top_k, touched, HIDDEN, size, more)[1],
     )

@@ -270,7 +270,7 @@ def moe_ops(moe: MoEConfig, hidden: int, setting: Setting, nodes: int) -> list[O
             name="experts",
             component=MOE,
             work=Work.EXPERTS,
-            launches=3 if rows <= LISTED_ROWS else 4,
+            launches=2 + (rows > LISTED_ROWS) + (ranks > 1),
             rows=rows,
             weights=experts * one * precision.expert / 8,
             moved=rows * moe.top_k * (hidden + moe.intermediate_size / ranks) * 2 * ACTIVATION,

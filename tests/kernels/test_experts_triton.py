@@ -10,7 +10,8 @@ import torch
 
 from eyas.kernels import experts_triton as module
 from eyas.kernels.experts import experts, experts_reference
-from eyas.kernels.experts_triton import PAIRS_PER_EXPERT
+from eyas.kernels.experts_triton import PAIRS_PER_EXPERT, Shared
+from eyas.kernels.terms import summed
 from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
 from tests.kernels.test_experts import Inputs, inputs
 
@@ -33,22 +34,27 @@ def part(given: Inputs, rows: slice) -> Inputs:
     return x[rows], ids[rows], weights[rows], gate_up, down
 
 
+def run(*given: torch.Tensor, shared: Shared | None = None) -> torch.Tensor:
+    """The kernels' terms, summed."""
+    return summed(module.experts_triton(*given, shared=shared))
+
+
 def run_grid() -> None:
     """Every shape, rows from one to many, with and without a shared part; rows alone; skew."""
     for number, shape in enumerate(SHAPES):
         dtype = KINDS[number % 2]
         for rows in (1, 3, 20):
             given = on_device(rows, shape, dtype)
-            found = module.experts_triton(*given)
+            found = run(*given)
             near(found, experts_reference(*given))
             for r in {0, rows - 1}:
-                alone = module.experts_triton(*part(given, slice(r, r + 1)))
+                alone = run(*part(given, slice(r, r + 1)))
                 assert torch.equal(alone[0], found[r]), f"row {r} of {rows} depends on others"
         check_shared(given, 2 * shape[3])
     x, ids, weights, gate_up, down = on_device(20, SHAPES[0], torch.float32)
     ids = ids[:1].expand(20, -1)
     skewed = (x, ids, weights, gate_up, down)
-    near(module.experts_triton(*skewed), experts_reference(*skewed))
+    near(run(*skewed), experts_reference(*skewed))
 
 
 def check_shared(given: Inputs, size: int) -> None:
@@ -56,15 +62,15 @@ def check_shared(given: Inputs, size: int) -> None:
     x, generator = given[0], torch.Generator().manual_seed(size)
     gate_up = torch.randn(2 * size, x.shape[1], generator=generator) * x.shape[1] ** -0.5
     down = torch.randn(x.shape[1], size, generator=generator) * size**-0.5
-    shared = module.Shared(*(t.to(x.device, x.dtype) for t in (gate_up, down)))
-    found = module.experts_triton(*given, shared=shared)
+    shared = Shared(*(t.to(x.device, x.dtype) for t in (gate_up, down)))
+    found = run(*given, shared=shared)
     near(found, experts_reference(*given) + module.shared_reference(x, shared))
-    alone = module.experts_triton(*part(given, slice(0, 1)), shared=shared)
+    alone = run(*part(given, slice(0, 1)), shared=shared)
     assert torch.equal(alone[0], found[0]), "a row depends on others"
     check_fixed(given, shared)
 
 
-def check_fixed(given: Inputs, shared: module.Shared) -> None:
+def check_fixed(given: Inputs, shared: Shared) -> None:
     """Where the way is fixed, rows that are too many for the kernels have the bits of few."""
     x, ids, weights, gate_up, down = given
     times = 1 + PAIRS_PER_EXPERT * gate_up.shape[0] // ids.numel()
@@ -72,8 +78,8 @@ def check_fixed(given: Inputs, shared: module.Shared) -> None:
     assert not module.suits(many[0], many[1], gate_up), "these are few rows"
     library = patch.object(module, "shared_reference", side_effect=AssertionError)
     with torch.inference_mode(), library:
-        found = experts(*many, shared=shared, fixed_rows=8)
-        few = experts(*given, shared=shared, fixed_rows=8)
+        found = summed(experts(*many, shared=shared, fixed_rows=8))
+        few = summed(experts(*given, shared=shared, fixed_rows=8))
     assert torch.equal(found, few.repeat(times, 1)), "rows depend on how many there are"
 
 
@@ -100,10 +106,10 @@ def test_kernels_equal_reference() -> None:
 def test_kernels_never_wait_for_the_host() -> None:
     """Fault: a count read back, which a captured graph can't hold."""
     given = on_device(4, SHAPES[0], torch.bfloat16)
-    module.experts_triton(*given)
+    run(*given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = module.experts_triton(*given)
+        out = run(*given)
     given[1].copy_(on_device(9, SHAPES[0], torch.bfloat16)[1][5:])
     graph.replay()
     near(out, experts_reference(*given))
@@ -126,11 +132,6 @@ def test_lists_compile_for_hopper() -> None:
     lists = {"ids_ptr": "*i64", "members_ptr": "*i32", "counts_ptr": "*i32"}
     integers = dict.fromkeys(("num_pairs", "num_rows"), "i32")
     compiles(module._expert_list_kernel, lists | integers, {"BLOCK": module.LIST_BLOCK})
-    types = dict.fromkeys(("pairs_ptr", "shared_ptr", "out_ptr"), "*bf16")
-    types |= {"weights_ptr": "*fp32", "shared_stride": "i32", "size": "i32"}
-    compiles(
-        module._expert_sum_kernel, types, {"TOP_K": 6, "SHARED": True, "BLOCK": module.SUM_BLOCK}
-    )
 
 
 if __name__ == "__main__":

@@ -62,14 +62,17 @@ def test_kernels_equal_references() -> None:
     run_grid()
 
 
+@pytest.mark.parametrize("top_k", [0, 6])
 @pytest.mark.parametrize("size", [576, 4096, 7168])
-def test_compiles_for_hopper(size: int) -> None:
+def test_compiles_for_hopper(size: int, top_k: int) -> None:
     """Fault: a kernel that only the interpreter takes."""
     block = block_of(size)
     names = ("x_ptr", "delta_ptr", "w_ptr", "out_ptr", "total_ptr")
     pointers = dict.fromkeys(names, "*bf16")
-    integers = {"x_stride": "i32", "delta_stride": "i32", "size": "i32", "eps": "fp32"}
-    compiles(norm._norm_kernel, pointers | integers, {"ADD": True, "BLOCK": block})
+    pointers |= {"chance_ptr": "*fp32", "more_ptr": "*bf16"}
+    integers = dict.fromkeys(("x_stride", "delta_stride", "more_stride", "size"), "i32")
+    constants = {"ADD": True, "TOP_K": top_k, "MORE": top_k > 0, "BLOCK": block}
+    compiles(norm._norm_kernel, pointers | integers | {"eps": "fp32"}, constants)
 
 
 def test_gradients_take_the_reference() -> None:

@@ -11,6 +11,7 @@ from eyas.kernels.experts_triton import Shared, experts_triton
 from eyas.kernels.router import router
 from eyas.kernels.rows import put_rows, take_rows
 from eyas.kernels.skinny import Counters
+from eyas.kernels.terms import summed
 from eyas.kernels.tree import chain
 from eyas.model_config import MoEConfig
 from tests.helpers import fresh_slots
@@ -44,8 +45,9 @@ def work(seed: int, rounds: int) -> list[torch.Tensor]:
             heads = heads.flatten(1)
             chosen, chances, lists = router(heads, gates, CONFIG, None, counters)
             given = (heads, chosen, chances, gate_up, down)
-            y = experts_triton(*given, shared=shared, lists=lists)
-            y = gated.gated(torch.stack((y, normed), 1).flatten(1))
+            terms = experts_triton(*given, shared=shared, lists=lists)
+            added, _ = norm.add_rms_norm(normed, terms, weight, 1e-5)
+            y = gated.gated(torch.stack((summed(terms), added), 1).flatten(1))
             before = norm.Norm(weight=weight, eps=1e-5, delta=total)
             y, total = planes.int8_norm_linear(y, before, eight, scales, None, others)
             tokens, _ = candidates(y, ids, 1, sampling, slots.slots, 1, sampled=False, noise=False)

@@ -22,6 +22,7 @@ from eyas.engine.graphs import buckets
 from eyas.kernels.calls import in_calls
 from eyas.kernels.experts_triton import Shared
 from eyas.kernels.router import Chosen
+from eyas.kernels.terms import summed
 from eyas.layers.basic import GatedMLP
 from eyas.layers.linear import Linear
 from eyas.layers.mla import MLA
@@ -174,7 +175,7 @@ def _of(
                 "experts",
                 experts.gate_up,
                 x,
-                lambda x, r: experts(x, Chosen(ids[r], scores[r]), shared),
+                lambda x, r: summed(experts(x, Chosen(ids[r], scores[r]), shared)),
             )
         case MLA(kv_up=weight):
             heads, _, latent = weight.shape

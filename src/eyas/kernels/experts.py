@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from eyas.kernels.calls import in_calls
 from eyas.kernels.experts_triton import Lists, Shared, experts_triton, shared_reference, suits
 from eyas.kernels.lang import runs_kernels
+from eyas.kernels.terms import Delta, Terms, sum_reference
 
 ROW_TILE = 4
 """On a CPU an expert's rows are padded to a multiple of this; see `eyas.layers.linear.row_tile`.
@@ -43,15 +44,15 @@ def experts(
     shared: Shared | None = None,
     lists: Lists | None = None,
     fixed_rows: int = 0,
-) -> torch.Tensor:
+) -> Delta:
     """`sum_k weights[t, k] * expert_ids[t, k](x[t])` by the way that suits device and type.
 
     x [T, H] in the model's dtype, ids int64[T, K] all different in a row, weights float32[T, K],
     gate_up [E, 2 * I, H] (gates first) and down [E, H, I] in x's dtype. An expert is
-    `down @ (silu(gate @ x) * (up @ x))`. Returns [T, H] in x's dtype; what the expert `shared`
-    gives is added to the rounded sum. `lists` are those of `ids`, if they exist. With
-    `fixed_rows` the way is the same for any number of rows: on a GPU the kernels', elsewhere the
-    shared expert takes so many rows a call. Reads nothing on the host.
+    `down @ (silu(gate @ x) * (up @ x))`. Returns [T, H] in x's dtype, our kernels as terms; what
+    the expert `shared` gives is added to the rounded sum. `lists` are those of `ids`, if they
+    exist. With `fixed_rows` the way is the same for any number of rows: on a GPU the kernels',
+    elsewhere the shared expert takes so many rows a call. Reads nothing on the host.
     """
     if fixed_rows and runs_kernels(x):
         run = partial(experts_triton, shared=shared, lists=lists, shared_rows=x.shape[0])
@@ -84,7 +85,7 @@ def experts_reference(
         chosen = pairs[start : start + step]
         gate, up = torch.bmm(gate_up[chosen], rows[start : start + step]).chunk(2, dim=1)
         parts.append(torch.bmm(down[chosen], F.silu(gate) * up).squeeze(-1))
-    return _weighted(torch.cat(parts), weights)
+    return sum_reference(Terms(torch.cat(parts), weights))
 
 
 def experts_grouped(
@@ -101,7 +102,7 @@ def experts_grouped(
     rows = x[order // ids.shape[1]]
     gate, up = F.grouped_mm(rows, gate_up.mT, offs=ends).chunk(2, dim=1)
     out = F.grouped_mm(F.silu(gate) * up, down.mT, offs=ends)
-    return _weighted(torch.empty_like(out).index_copy_(0, order, out), weights)
+    return sum_reference(Terms(torch.empty_like(out).index_copy_(0, order, out), weights))
 
 
 def _grouped_suits(x: torch.Tensor, down: torch.Tensor) -> bool:
@@ -109,15 +110,6 @@ def _grouped_suits(x: torch.Tensor, down: torch.Tensor) -> bool:
     major, _ = torch.cuda.get_device_capability(x.device)
     aligned = all(size % GROUPED_ALIGNMENT == 0 for size in down.shape[1:])
     return major in (9, 10) and x.dtype == torch.bfloat16 and aligned
-
-
-def _weighted(pairs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum of `pairs[T * K, H]` over K with float32 weights [T, K], term after term."""
-    terms = pairs.view(*weights.shape, -1)
-    total = terms[:, 0] * weights[:, :1]
-    for k in range(1, weights.shape[1]):
-        total += terms[:, k] * weights[:, k : k + 1]
-    return total.to(pairs.dtype)
 
 
 @torch.library.custom_op(
@@ -159,4 +151,5 @@ def _experts_cpu(
     hidden = F.silu(gate) * up
     for number, span in spans:
         torch.mm(hidden[span], into_out[number], out=out[span])
-    return _weighted(out[torch.empty_like(place).index_copy_(0, order, place)], weights)
+    pairs = out[torch.empty_like(place).index_copy_(0, order, place)]
+    return sum_reference(Terms(pairs, weights))

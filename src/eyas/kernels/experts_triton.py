@@ -1,12 +1,12 @@
 """Routed experts of few rows: each touched expert's weights are read once, however rows fall.
 
-Four launches. The first lists every expert's pairs of a row and an expert, in order; it falls away
+Three launches. The first lists every expert's pairs of a row and an expert, in order; it falls away
 for one row alone, and where who chose has made the lists. The second multiplies gates and ups, the
-third goes down, both with a program for an expert and a tile of its outputs; the last sums a row's
-experts by weight in the order they were chosen. The expert that all rows share goes along in the
-same launches, and is added at the end, as rounded on its own. The grids follow from shapes alone.
-The oracle is `experts_reference` of `eyas.kernels.experts`; every product is rounded where it
-rounds.
+third goes down, both with a program for an expert and a tile of its outputs. They leave the terms
+of a sum by weight, in the order in which experts were chosen (`eyas.kernels.terms`): whoever norms
+the rows next takes it. The expert that all rows share goes along in the same launches, and is
+rounded on its own. The grids follow from shapes alone. The oracle is `experts_reference` of
+`eyas.kernels.experts`; every product is rounded where it rounds.
 
 Always holds: an expert's pairs go through tiles of `PAIRS`, whose numbers do not depend on the
 tile's other pairs, and no sum is shared between programs. A row's bits are those it has alone.
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from eyas.kernels.gated import gated
 from eyas.kernels.lang import runs_kernels, take_turn, tl, triton, turns
+from eyas.kernels.terms import Terms
 
 PAIRS = 16
 """Pairs per tile: the fewest a tensor core takes."""
@@ -28,8 +29,8 @@ SHARED_ROWS = 32
 """Up to so many rows the shared expert goes with the routed ones: its weights are read a tile."""
 PAIRS_PER_EXPERT = 16
 """Up to so many pairs an expert, on average, this beats a grouped product."""
-LIST_BLOCK, SUM_BLOCK = 1024, 1024
-"""Pairs compared at a time when lists are made; columns summed per program."""
+LIST_BLOCK = 1024
+"""Pairs compared at a time when lists are made."""
 OUTPUTS, DEPTH, STAGES = 32, 128, 4
 """A program's tile of weights, outputs (gates and ups: as many of each) by inputs, and how many of
 them are on their way from memory."""
@@ -257,36 +258,6 @@ def _expert_down_kernel(  # type: ignore[no-untyped-def]
         tl.store(where, value, there[:, None] & inside[None, :])
 
 
-@triton.jit
-def _expert_sum_kernel(  # type: ignore[no-untyped-def]
-    pairs_ptr,
-    weights_ptr,
-    shared_ptr,
-    out_ptr,
-    shared_stride,
-    size,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Program (row, tile of columns): the weighted sum over the row's experts, then `shared`."""
-    take_turn(EARLY)
-    row = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
-    total = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(TOP_K):
-        pair = row * TOP_K + k
-        term = tl.load(pairs_ptr + pair * size + columns, inside, 0.0).to(tl.float32)
-        total += term * tl.load(weights_ptr + pair)
-    dtype = out_ptr.dtype.element_ty
-    if SHARED:
-        more = tl.load(shared_ptr + row * shared_stride + columns, inside, 0.0)
-        total = total.to(dtype).to(tl.float32) + more.to(tl.float32)
-    tl.store(out_ptr + row * size + columns, total.to(dtype), inside)
-
-
 def suits(x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor) -> bool:
     """Whether so few rows x [T, H] are for `experts_triton`; follows from shapes and device."""
     return runs_kernels(x) and ids.numel() <= PAIRS_PER_EXPERT * gate_up.shape[0]
@@ -302,7 +273,7 @@ def experts_triton(
     shared: Shared | None = None,
     lists: Lists | None = None,
     shared_rows: int = SHARED_ROWS,
-) -> torch.Tensor:
+) -> Terms:
     """See `eyas.kernels.experts.experts`; up to `shared_rows` rows `shared` goes along."""
     (num_rows, hidden), (num_experts, _, size) = x.shape, down.shape
     ids, pairs = ids.contiguous(), ids.numel()
@@ -335,31 +306,12 @@ def experts_triton(
     )
     if shared is not None and not inside:
         more = shared_reference(x, shared)
-    return _sum(each, weights, more if shared is not None else None)
+    return Terms(each, weights.contiguous(), more if shared is not None else None)
 
 
 def _tiles(outputs: int) -> int:
     """Programs over `outputs`."""
     return -(-outputs // OUTPUTS)
-
-
-def _sum(pairs: torch.Tensor, weights: torch.Tensor, more: torch.Tensor | None) -> torch.Tensor:
-    """Rows [T, H] of pairs [T * K, H] by float32 weights [T, K], plus `more` [T, H]."""
-    (rows, top_k), hidden = weights.shape, pairs.shape[1]
-    out = pairs.new_empty(rows, hidden)
-    _expert_sum_kernel[(rows, -(-hidden // SUM_BLOCK))](
-        pairs,
-        weights,
-        pairs if more is None else more,
-        out,
-        hidden if more is None else more.stride(0),
-        hidden,
-        TOP_K=top_k,
-        SHARED=more is not None,
-        BLOCK=SUM_BLOCK,
-        **turns(pairs),
-    )
-    return out
 
 
 def cost(

@@ -1,19 +1,22 @@
 """RMSNorm of rows, with the residual add before it and with two halves side by side.
 
-Llama's arithmetic: statistics in float32, cast to the rows' dtype, then times the weight. One
-program a row, whose sum runs over the same lanes whatever the number of rows: a row's bits are
-those it has alone. The functions without a suffix take the torch reference where
-`runs_kernels` says so, and one launch elsewhere.
+Llama's arithmetic: statistics in float32, cast to the rows' dtype, then times the weight. What is
+added may come as terms (`eyas.kernels.terms`), which the same launch sums. One program a row, whose
+sum runs over the same lanes whatever the number of rows: a row's bits are those it has alone. The
+functions without a suffix take one launch where `runs_kernels` says so, and the torch reference
+elsewhere.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 
 from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns, warps_of
+from eyas.kernels.terms import Delta, Terms, row_sum, sum_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +26,8 @@ class Norm:
     weight: torch.Tensor
     """[E]"""
     eps: float
-    delta: torch.Tensor | None = None
-    """[..., E]"""
+    delta: Delta | None = None
+    """[..., E], or terms of it."""
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of `x (+ delta)`, `x (+ delta)`), [..., E] each."""
@@ -39,10 +42,10 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 def add_rms_norm_reference(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, delta: Delta, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `add_rms_norm`."""
-    total = x + delta
+    total = x + (sum_reference(delta) if isinstance(delta, Terms) else delta)
     return rms_norm_reference(total, weight, eps), total
 
 
@@ -68,13 +71,16 @@ def rms_norm_first_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) 
 
 
 @triton.jit
-def normed_row(  # type: ignore[no-untyped-def]
-    x, w_ptr, columns, inside, size, eps, dtype: tl.constexpr
-):
+def norm_weight(w_ptr, columns, size):  # type: ignore[no-untyped-def]
+    """A norm's weights, zeros behind; no launch writes them, so they are read ahead of the turn."""
+    return tl.load(w_ptr + columns, columns < size, 0.0)
+
+
+@triton.jit
+def normed_row(x, weight, size, eps, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """A row of float32 numbers, normed and weighted."""
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    weight = tl.load(w_ptr + columns, inside, 0.0).to(tl.float32)
-    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype)
+    return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
 @triton.jit
@@ -84,27 +90,39 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     w_ptr,
     out_ptr,
     total_ptr,
+    chance_ptr,
+    more_ptr,
     x_stride,
     delta_stride,
+    more_stride,
     size,
     eps,
     ADD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    MORE: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (row): the row, plus `delta` if ADD, normed."""
-    take_turn(EARLY)
+    """Program (row): the row, plus `delta` if ADD, normed; TOP_K terms of it if there are some."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
+    weight = norm_weight(w_ptr, columns, size)
+    take_turn(EARLY)
     dtype = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * x_stride + columns, inside, 0.0).to(tl.float32)
     if ADD:
-        delta = tl.load(delta_ptr + row * delta_stride + columns, inside, 0.0).to(tl.float32)
-        total = (x + delta).to(dtype)
+        if TOP_K > 0:
+            delta = row_sum(
+                delta_ptr, chance_ptr, more_ptr, row, columns, inside, size, more_stride,
+                TOP_K, MORE,
+            )  # fmt: skip
+        else:
+            delta = tl.load(delta_ptr + row * delta_stride + columns, inside, 0.0)
+        total = (x + delta.to(tl.float32)).to(dtype)
         tl.store(total_ptr + row * size + columns, total, inside)
         x = total.to(tl.float32)
-    y = normed_row(x, w_ptr, columns, inside, size, eps, dtype)
+    y = normed_row(x, weight, size, eps, dtype)
     tl.store(out_ptr + row * size + columns, y, inside)
 
 
@@ -121,13 +139,14 @@ def _norm_first_kernel(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
 ):
     """Program (row): its first `size` numbers normed, those up to `wide` copied."""
-    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     first = columns < size
+    weight = norm_weight(w_ptr, columns, size)
+    take_turn(EARLY)
     x = tl.load(x_ptr + row * x_stride + columns, columns < wide, 0.0)
     dtype = out_ptr.dtype.element_ty
-    y = normed_row(tl.where(first, x.to(tl.float32), 0.0), w_ptr, columns, first, size, eps, dtype)
+    y = normed_row(tl.where(first, x.to(tl.float32), 0.0), weight, size, eps, dtype)
     tl.store(out_ptr + row * wide + columns, tl.where(first, y, x), columns < wide)
 
 
@@ -146,15 +165,16 @@ def _norm_pair_kernel(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
 ):
     """Program (row, half): that half of the row, normed."""
-    take_turn(EARLY)
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     x_ptr, w_ptr = left_ptr + row * left_stride, left_w_ptr
     if half == 1:
         x_ptr, w_ptr = right_ptr + row * right_stride, right_w_ptr
+    weight = norm_weight(w_ptr, columns, size)
+    take_turn(EARLY)
     x = tl.load(x_ptr + columns, inside, 0.0).to(tl.float32)
-    y = normed_row(x, w_ptr, columns, inside, size, eps, out_ptr.dtype.element_ty)
+    y = normed_row(x, weight, size, eps, out_ptr.dtype.element_ty)
     tl.store(out_ptr + (row * 2 + half) * size + columns, y, inside)
 
 
@@ -169,11 +189,16 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
         weight,
         out,
         out,
+        weight,
+        rows,
         rows.stride(0),
-        rows.stride(0),
+        0,
+        0,
         size,
         eps,
         ADD=False,
+        TOP_K=0,
+        MORE=False,
         BLOCK=block,
         num_warps=warps_of(block),
         **turns(rows),
@@ -182,24 +207,32 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 
 
 def add_rms_norm_triton(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, delta: Delta, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `add_rms_norm`."""
-    size = x.shape[-1]
-    rows, more = x.reshape(-1, size), delta.reshape(-1, size)
+    size, top_k, chances, more = x.shape[-1], 0, weight, cast(torch.Tensor | None, None)
+    if isinstance(delta, Terms):
+        delta, chances, more = delta
+        top_k = chances.shape[1]
+    rows, added = x.reshape(-1, size), delta.reshape(-1, size)
     out, total = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     block = block_of(size)
     _norm_kernel[(rows.shape[0],)](
         rows,
-        more,
+        added,
         weight,
         out,
         total,
+        chances,
+        added if more is None else more,
         rows.stride(0),
-        more.stride(0),
+        added.stride(0),
+        0 if more is None else more.stride(0),
         size,
         eps,
         ADD=True,
+        TOP_K=top_k,
+        MORE=more is not None,
         BLOCK=block,
         num_warps=warps_of(block),
         **turns(rows),
@@ -263,9 +296,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, delta: Delta, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of `x + delta`, `x + delta` in their dtype), [..., E] each."""
+    """(norm of `x + delta`, `x + delta` in their dtype), [..., E] each; terms are summed first."""
     run = add_rms_norm_triton if runs_kernels(x) else add_rms_norm_reference
     return run(x, delta, weight, eps)
 
@@ -289,5 +322,8 @@ def rms_norm_pair(
 
 
 def cost(rows: int, size: int, itemsize: int, inputs: int, outputs: int) -> tuple[int, int]:
-    """(FLOPs, bytes) for `rows` of `size` numbers: so many rows read and written for each."""
+    """(FLOPs, bytes) for `rows` of `size` numbers: so many rows read and written for each.
+
+    Each of K terms is a row that is read, and so is what is added to their sum.
+    """
     return rows * size * (3 + inputs), (rows * (inputs + outputs) + 1) * size * itemsize

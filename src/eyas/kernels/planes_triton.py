@@ -17,8 +17,9 @@ import math
 import torch
 
 from eyas.kernels.lang import block_of, take_turn, tl, triton, turns, warps_of
-from eyas.kernels.norm import Norm, normed_row
+from eyas.kernels.norm import Norm, norm_weight, normed_row
 from eyas.kernels.skinny_triton import Plan, ask, lines
+from eyas.kernels.terms import summed
 
 ROWS = (4, 8, 16, 32)
 """Token rows of a program's product: the least that holds them all, else the most."""
@@ -47,9 +48,10 @@ def _quantize_planes_kernel(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
 ):
     """Program (row): its planes; if NORM, of the row, plus `delta` if ADD, normed."""
-    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
+    weight = norm_weight(norm_ptr, k, inner) if NORM else k
+    take_turn(EARLY)
     x = tl.load(x_ptr + row * x_stride + k, k < inner, 0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
     if ADD:
@@ -58,7 +60,7 @@ def _quantize_planes_kernel(  # type: ignore[no-untyped-def]
         tl.store(total_ptr + row * inner + k, total, k < inner)
         x = total.to(tl.float32)
     if NORM:
-        x = normed_row(x, norm_ptr, k, k < inner, inner, eps, dtype).to(tl.float32)
+        x = normed_row(x, weight, inner, eps, dtype).to(tl.float32)
     most = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0)
     whole = tl.floor(x * tl.div_rn(LARGEST, tl.maximum(most, 1e-30)) + 0.5).to(tl.int32)
     high = (whole + 128) >> 8
@@ -214,7 +216,7 @@ def planes_triton(
     Planes and units are those of `eyas.kernels.planes.planes_reference`.
     """
     num_rows, inner = x.shape
-    delta = None if norm is None or norm.delta is None else norm.delta.reshape(x.shape)
+    delta = None if norm is None or norm.delta is None else summed(norm.delta).view(x.shape)
     assert x.stride(1) == 1, "numbers of a row lie side by side"
     total = x if delta is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     planes = torch.empty(2 * num_rows, inner, dtype=torch.int8, device=x.device)

@@ -14,6 +14,7 @@ from eyas.attention.rope import Rope
 from eyas.distributed.group import SOLO, Group
 from eyas.kernels.norm import Norm, add_rms_norm, rms_norm
 from eyas.kernels.norm_parts import norm_parts
+from eyas.kernels.terms import Delta
 from eyas.layers.linear import ColumnParallel, Places, RowParallel, share_of, whole
 
 
@@ -29,11 +30,11 @@ class RMSNorm(nn.Module):
         """`[..., size] -> [..., size]`, same dtype."""
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: torch.Tensor, delta: Delta) -> tuple[torch.Tensor, torch.Tensor]:
         """(`forward(x + delta)`, `x + delta`) of `[..., size]`, in one pass over them."""
         return add_rms_norm(x, delta, self.weight, self.eps)
 
-    def of(self, delta: torch.Tensor | None) -> Norm:
+    def of(self, delta: Delta | None) -> Norm:
         """This norm for a layer that norms its own rows, after `delta` [..., size] was added."""
         return Norm(weight=self.weight, eps=self.eps, delta=delta)
 

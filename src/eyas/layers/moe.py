@@ -19,6 +19,7 @@ from eyas.kernels.lang import runs_kernels
 from eyas.kernels.norm import Norm
 from eyas.kernels.router import Chosen, router, router_reference
 from eyas.kernels.skinny import Counters
+from eyas.kernels.terms import Delta, summed
 from eyas.layers.basic import GatedMLP
 from eyas.layers.linear import Place, Places, Products, pad_rows, row_tile, share_of, whole
 from eyas.model_config import MoEConfig
@@ -74,10 +75,8 @@ class Experts(Products):
         self.gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * own, hidden))
         self.down = nn.Parameter(torch.empty(config.num_experts, hidden, own))
 
-    def forward(
-        self, x: torch.Tensor, chosen: Chosen, shared: Shared | None = None
-    ) -> torch.Tensor:
-        """`[T, H] -> [T, H]`: this rank's part of the experts' weighted sum, and of `shared`."""
+    def forward(self, x: torch.Tensor, chosen: Chosen, shared: Shared | None = None) -> Delta:
+        """`[T, H] -> [T, H]`, or terms: this rank's part of the experts' sum, and of `shared`."""
         stacked = (self.gate_up, self.down)
         ids, weights, lists = chosen
         rows = self.call_rows
@@ -111,15 +110,20 @@ class RoutedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, H] -> [T, H]`."""
+        return summed(self.delta(x))
+
+    def delta(self, x: torch.Tensor) -> Delta:
+        """`forward`; of a single rank perhaps as terms, for who norms next to sum up."""
         shared = None
         if self.shared is not None:
             shared = Shared(self.shared.gate_up.weight, self.shared.down.weight)
-        return self.group.all_reduce(self.experts(x, self.router(x), shared))
+        delta = self.experts(x, self.router(x), shared)
+        return delta if self.group.size == 1 else self.group.all_reduce(summed(delta))
 
-    def normed(self, x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        """(`forward` of the normed rows, the rows before their norm), [T, H] each."""
+    def normed(self, x: torch.Tensor, norm: Norm) -> tuple[Delta, torch.Tensor]:
+        """(`delta` of the normed rows, the rows before their norm), [T, H] each."""
         normed, x = norm(x)
-        return self(normed), x
+        return self.delta(normed), x
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""

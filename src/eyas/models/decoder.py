@@ -17,6 +17,7 @@ from eyas.attention import Attend
 from eyas.attention.rope import Rope
 from eyas.config import SPARE_POSITIONS
 from eyas.distributed.group import SOLO, Group
+from eyas.kernels.terms import Delta
 from eyas.layers.basic import GatedMLP, RMSNorm, SelfAttention
 from eyas.layers.linear import (
     ANY_ROWS,
@@ -48,15 +49,15 @@ class Block(nn.Module):
         self.mlp = feed_forward(config, layer, f"{prefix}.mlp", group)
 
     def forward(
-        self, x: torch.Tensor, delta: torch.Tensor | None, rope: Rope, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, delta: Delta | None, rope: Rope, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor, Delta]:
         """Residual stream, [..., E] each: `x + delta`, then the stream, and what to add to it.
 
-        Who comes next adds, together with its own norm.
+        Who comes next adds, together with its own norm, and sums first what comes as terms.
         """
         attended, entered = self.attention.normed(x, self.input_norm.of(delta), rope, attend)
-        delta, x = self.mlp.normed(entered, self.post_norm.of(attended))
-        return entered, x, delta
+        more, x = self.mlp.normed(entered, self.post_norm.of(attended))
+        return entered, x, more
 
     def places(self) -> Places:
         """Checkpoint tensor name -> its place in this layer."""
@@ -131,7 +132,7 @@ class Decoder(nn.Module):
         """
         rows = tokens.shape[0]
         rope = self.rotary(pad_rows(positions, self.row_tile))
-        x, delta = pad_rows(self.embed(tokens), self.row_tile), None
+        x, delta = pad_rows(self.embed(tokens), self.row_tile), cast(Delta | None, None)
         for boundary, block in enumerate(self._blocks()):
             entered, x, delta = block(x, delta, rope, attend)
             self._capture(boundary, entered[:rows], aux, aux_layers)

@@ -20,6 +20,7 @@ from eyas.config import SPARE_POSITIONS
 from eyas.distributed.group import SOLO
 from eyas.kernels.norm import rms_norm_pair
 from eyas.kernels.norm_parts import norm_parts
+from eyas.kernels.terms import Delta, summed
 from eyas.layers.basic import GatedMLP, RMSNorm
 from eyas.layers.linear import (
     ANY_ROWS,
@@ -105,17 +106,18 @@ class Eagle3(nn.Module):
         normed = both[..., embeds.shape[-1] :]
         x = normed if self.config.norm_before_residual else hidden
         attended = self.attention(both, rope, attend)
+        delta: Delta
         delta, x = self.mlp.normed(x, self.post_norm.of(attended))
         for block in self._later():
             _, x, delta = block(x, delta, rope, attend)
         normed, x = self._finish(x, delta)
         return normed[:rows], (normed if self.config.norm_output else x)[:rows]
 
-    def _finish(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _finish(self, x: torch.Tensor, delta: Delta) -> tuple[torch.Tensor, torch.Tensor]:
         """What the head reads, and the residual stream behind the last layer."""
         if self.norm is not None:
             return self.norm.add(x, delta)
-        x = x + delta
+        x = x + summed(delta)
         return x, x
 
     def score(self, normed: torch.Tensor, borrowed: Head | None = None) -> torch.Tensor:

@@ -155,7 +155,7 @@ def _layers(wrapping: _Wrapping, network: nn.Module, head: nn.Module | None) -> 
     routed = [m for m in network.modules() if isinstance(m, RoutedMLP)]
     within = {id(inner) for m in routed for inner in m.modules()}
     for experts in routed:
-        wrapping.range(experts, "forward", MOE)
+        wrapping.range(experts, "delta", MOE)
     for module in network.modules():
         if isinstance(module, MLA):
             for name in ("keys", "values"):
