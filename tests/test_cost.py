@@ -164,6 +164,22 @@ def test_skewed_routing_touches_fewer() -> None:
     assert found == sorted(found, reverse=True)
 
 
+def test_one_rank_leaves_the_sum_of_experts_to_the_norm() -> None:
+    """Fault: a launch priced that the norm has taken in, or none where ranks add up."""
+    lite = shape("deepseek-v2-lite")
+
+    def launches(ranks: int, nodes: int) -> set[int]:
+        ops = target_pass(lite, Setting(ranks=ranks), nodes)
+        return {op.launches for op in ops if op.work is Work.EXPERTS}
+
+    assert [launches(1, 1), launches(1, 64), launches(2, 1), launches(2, 64)] == [
+        {2},
+        {3},
+        {3},
+        {4},
+    ]
+
+
 def test_overlap_is_within_a_request() -> None:
     """Fault: requests that share experts because their own nodes do."""
     moe = MoEConfig(num_experts=384, top_k=8, intermediate_size=8)

@@ -151,7 +151,7 @@ def test_small_kernels_of_few_rows_join_others(monkeypatch: pytest.MonkeyPatch) 
     """Fault: gates and choices priced that are no launches, or free where they are.
 
     A gate is in the linear layer's launch where that layer has a plan; heads are always written
-    where they are wanted.
+    where they are wanted, and latents normed beside.
     """
 
     def small(name: str, software: Software, **values: object) -> int:
@@ -163,11 +163,12 @@ def test_small_kernels_of_few_rows_join_others(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("eyas.estimate.plan_of", lambda *layer, **_: None)
     assert fewer("smollm2-135m") == 0
-    assert fewer("deepseek-v2-lite") == 27 * 3 + 26 * (2 + 1), "the choice, shared experts' gates"
+    layers = 27 * (3 + 1) + 26 * (2 + 1)
+    assert fewer("deepseek-v2-lite") == layers, "heads, latents, the choice, shared experts' gates"
     monkeypatch.setattr("eyas.estimate.plan_of", lambda *layer, **_: layer)
     assert fewer("smollm2-135m") == 30
     assert fewer("llama-3.1-8b") == 32
-    assert fewer("deepseek-v2-lite") == 27 * 3 + 26 * (2 + 1) + 1, "a dense layer's gate too"
+    assert fewer("deepseek-v2-lite") == layers + 1, "a dense layer's gate too"
     assert fewer("smollm2-135m", batch=128) == 0
     cpu = dataclasses.replace(H200, eager_us=0.0)
     plain = predict(dataclasses.replace(scenario("smollm2-135m", 3), profile=cpu)).decode

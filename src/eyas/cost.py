@@ -204,7 +204,8 @@ def _latent_attention(
     if mla.q_lora_rank:
         q_up = linear("q up", mla.q_lora_rank, heads * head, rows, bits)
         ops += [norm("norm of queries", rows, mla.q_lora_rank), q_up]
-    ops.append(norm("norm of latents", rows, latent))
+    kept_norm = norm("norm of latents", rows, latent)
+    ops.append(dataclasses.replace(kept_norm, joins=Joins.HEADS))
     ops.append(linear("absorbed keys", latent, heads * mla.nope_dim, rows, bits))
     glue = small("latent queries and keys", rows, heads * kept, times=GLUE)
     ops.append(dataclasses.replace(glue, joins=Joins.HEADS))

@@ -44,7 +44,7 @@ class Joins(enum.Enum):
     GATE = "a gate, of the linear layer before it"
     CHOICE = "the choice of experts, of the router's product"
     EXPERTS = "shared experts, of the launches of the routed ones"
-    HEADS = "what puts heads in place, of the product that makes them"
+    HEADS = "what puts heads in place or norms latents, of the product that makes heads"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from eyas.kernels import absorb as module
-from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
+from eyas.kernels.norm import Norm
+from tests.kernels.running import DEVICE, close, compiles, interpret, on_gpu
 
 CASES = [(3, 16, 40, 8), (2, 160, 24, 0)]
 if DEVICE == "cuda":
@@ -41,6 +42,38 @@ def run_grid() -> None:
             alone = module.head_product_triton(x[last], w, behind[last] if tail else None)
             assert torch.equal(alone[0], found[-1]), "a row depends on other rows"
             check_fixed(x, w, found[..., :outputs])
+            if tail:
+                check_latents(x, w, behind, found)
+
+
+def check_latents(
+    x: torch.Tensor, w: torch.Tensor, behind: torch.Tensor, found: torch.Tensor
+) -> None:
+    """Keys are normed beside the products, whose bits stay; alike in passes of any size."""
+    (rows, _, _), size = x.shape, w.shape[2]
+    generator = torch.Generator().manual_seed(rows)
+    wide = torch.randn(rows, 3 + size + behind.shape[2], generator=generator) * 3
+    weight = torch.randn(size, generator=generator).to(x.device, x.dtype)
+    kept = wide.to(x.device, x.dtype)[:, 3:]
+    latents = module.Latents(kept, Norm(weight=weight, eps=1e-5))
+    queries, keys = module.absorb_triton(x, w, behind, latents)
+    assert torch.equal(queries, found), "norms beside the products change them"
+    wanted = module.latents_reference(latents)
+    close(keys[:, :size], wanted[:, :size])
+    assert torch.equal(keys[:, size:], kept[:, size:]), "rotary keys are copied"
+    last = slice(rows - 1, rows)
+    one = module.Latents(kept[last], latents.norm)
+    alone = module.absorb_triton(x[last], w, behind[last], one)
+    assert torch.equal(alone[1][0], keys[-1]), "a row depends on other rows"
+    times = 1 + module.MOST_ROWS // rows
+    many = module.Latents(kept.repeat(times, 1), latents.norm)
+    views = (x.repeat(times, 1, 1), w, behind.repeat(times, 1, 1))
+    with torch.inference_mode():
+        for fixed in (False, True):
+            given, made = module.absorb(*views, many, fixed)
+            assert torch.equal(made, keys.repeat(times, 1)), "keys depend on how many there are"
+            assert given.shape == (times * rows, *queries.shape[1:])
+        assert torch.equal(given, queries.repeat(times, 1, 1)), "queries depend on how many"
 
 
 def check_fixed(x: torch.Tensor, w: torch.Tensor, few: torch.Tensor) -> None:
@@ -53,7 +86,10 @@ def check_fixed(x: torch.Tensor, w: torch.Tensor, few: torch.Tensor) -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernel itself")
 def test_interpreted_kernel_equals_reference() -> None:
-    """Fault: another head's matrix, a row lost at a tile's edge, the tail at the wrong place."""
+    """Fault: another head's matrix, a row lost at a tile's edge, the tail at the wrong place.
+
+    And a latent left out by the programs that norm, or normed with what stands behind it.
+    """
     interpret(__file__)
 
 
@@ -63,13 +99,14 @@ def test_kernel_equals_reference() -> None:
     run_grid()
 
 
-@pytest.mark.parametrize(("outputs", "tail"), [(64, 64), (32, 0)])
-def test_compiles_for_hopper(outputs: int, tail: int) -> None:
+@pytest.mark.parametrize(("outputs", "tail", "keys"), [(64, 64, 1024), (32, 0, 0)])
+def test_compiles_for_hopper(outputs: int, tail: int, keys: int) -> None:
     """Fault: a kernel that only the interpreter takes."""
     names = module._absorb_kernel.arg_names
     types = {n: "*bf16" if n.endswith("_ptr") else "i32" for n in names if n.islower()}
     sizes = {"ROWS": module.ROWS, "OUTPUTS": outputs, "DEPTH": module.DEPTH}
-    compiles(module._absorb_kernel, types, {"EVEN": True, "TAIL": tail} | sizes)
+    constants = {"EVEN": True, "TAIL": tail, "KEYS": keys} | sizes
+    compiles(module._absorb_kernel, types | {"eps": "fp32"}, constants)
 
 
 if __name__ == "__main__":

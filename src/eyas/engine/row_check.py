@@ -178,9 +178,15 @@ def _of(
                 lambda x, r: summed(experts(x, Chosen(ids[r], scores[r]), shared)),
             )
         case MLA(kv_up=weight):
-            heads, _, latent = weight.shape
-            x = drawn(weight, heads, module.mla.nope_dim)
-            yield _product("kv_b_proj in queries", weight, x, lambda x, _: module.keys(x))
+            (heads, _, latent), mla = weight.shape, module.mla
+            x = drawn(weight, heads, mla.nope_dim + mla.rope_dim)
+            kept = drawn(weight, latent + mla.rope_dim)
+            yield _product(
+                "kv_b_proj in queries",
+                weight,
+                x,
+                lambda x, r: torch.cat(module.absorb(x, kept[r]), dim=1),
+            )
             x = drawn(weight, heads * latent)
             yield _product("kv_b_proj in results", weight, x, lambda x, _: module.values(x))
 

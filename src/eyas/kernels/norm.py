@@ -64,12 +64,6 @@ def rms_norm_pair_reference(
     return torch.cat(halves, dim=-1)
 
 
-def rms_norm_first_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `rms_norm_first`."""
-    first, rest = x.tensor_split((weight.shape[0],), dim=-1)
-    return torch.cat((rms_norm_reference(first, weight, eps), rest), dim=-1)
-
-
 @triton.jit
 def norm_weight(w_ptr, columns, size):  # type: ignore[no-untyped-def]
     """A norm's weights, zeros behind; no launch writes them, so they are read ahead of the turn."""
@@ -124,30 +118,6 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         x = total.to(tl.float32)
     y = normed_row(x, weight, size, eps, dtype)
     tl.store(out_ptr + row * size + columns, y, inside)
-
-
-@triton.jit
-def _norm_first_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    w_ptr,
-    out_ptr,
-    x_stride,
-    size,
-    wide,
-    eps,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Program (row): its first `size` numbers normed, those up to `wide` copied."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    first = columns < size
-    weight = norm_weight(w_ptr, columns, size)
-    take_turn(EARLY)
-    x = tl.load(x_ptr + row * x_stride + columns, columns < wide, 0.0)
-    dtype = out_ptr.dtype.element_ty
-    y = normed_row(tl.where(first, x.to(tl.float32), 0.0), weight, size, eps, dtype)
-    tl.store(out_ptr + row * wide + columns, tl.where(first, y, x), columns < wide)
 
 
 @triton.jit
@@ -240,26 +210,6 @@ def add_rms_norm_triton(
     return out.view(x.shape), total.view(x.shape)
 
 
-def rms_norm_first_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `rms_norm_first`."""
-    wide, rows = x.shape[-1], x.reshape(-1, x.shape[-1])
-    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    block = block_of(wide)
-    _norm_first_kernel[(rows.shape[0],)](
-        rows,
-        weight,
-        out,
-        rows.stride(0),
-        weight.shape[0],
-        wide,
-        eps,
-        BLOCK=block,
-        num_warps=warps_of(block),
-        **turns(rows),
-    )
-    return out.view(x.shape)
-
-
 def rms_norm_pair_triton(
     left: torch.Tensor,
     right: torch.Tensor,
@@ -301,12 +251,6 @@ def add_rms_norm(
     """(norm of `x + delta`, `x + delta` in their dtype), [..., E] each; terms are summed first."""
     run = add_rms_norm_triton if runs_kernels(x) else add_rms_norm_reference
     return run(x, delta, weight, eps)
-
-
-def rms_norm_first(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x[..., n]` with its first numbers, as many as `weight` has, normed; the rest as it is."""
-    run = rms_norm_first_triton if runs_kernels(x) else rms_norm_first_reference
-    return run(x, weight, eps)
 
 
 def rms_norm_pair(

@@ -17,8 +17,8 @@ from torch import nn
 from eyas.attention import Attend
 from eyas.attention.rope import Rope
 from eyas.distributed.group import SOLO, Group
-from eyas.kernels.absorb import head_product
-from eyas.kernels.norm import Norm, rms_norm_first
+from eyas.kernels.absorb import Latents, absorb, head_product
+from eyas.kernels.norm import Norm
 from eyas.layers.basic import RMSNorm
 from eyas.layers.linear import (
     ColumnParallel,
@@ -82,25 +82,19 @@ class MLA(Products):
         q, kept = projected.split((self.first, mla.kv_lora_rank + mla.rope_dim), dim=-1)
         if self.q_up is not None and self.q_norm is not None:
             q, _ = self.q_up.normed(q, self.q_norm.of(None))
-        q, k, v = self._absorb(q.unflatten(-1, (self.num_heads, -1)), kept)
-        return self.o(self.values(attend(self.layer, q, k, v, rope)))
+        q, k = self.absorb(q.unflatten(-1, (self.num_heads, -1)), kept)
+        return self.o(self.values(attend(self.layer, q, k, k[..., : mla.kv_lora_rank], rope)))
 
-    def _absorb(
-        self, q: torch.Tensor, kept: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [T, H, latent + rope], keys [T, 1, latent + rope], values [T, 1, latent].
+    def absorb(self, q: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, H, latent + rope] as they meet latents, keys [T, 1, latent + rope].
 
         Of q [T, H, nope + rope] and `kept` [T, latent + rope] as projected.
         """
-        mla = self.mla
-        plain, turned = q.split((mla.nope_dim, mla.rope_dim), dim=-1)
-        key = rms_norm_first(kept, self.kv_norm.weight, self.kv_norm.eps)[:, None]
-        return self.keys(plain, turned), key, key[..., : mla.kv_lora_rank]
-
-    def keys(self, q: torch.Tensor, turned: torch.Tensor | None = None) -> torch.Tensor:
-        """Queries [T, H, nope] as they meet latents, with `turned` [T, H, rope] behind them."""
+        plain, turned = q.split((self.mla.nope_dim, self.mla.rope_dim), dim=-1)
         made = self.kv_up[:, : self.mla.nope_dim]
-        return head_product(q, made, turned, fixed=self.call_rows > 0)
+        latents = Latents(kept, self.kv_norm.of(None))
+        queries, keys = absorb(plain, made, turned, latents, fixed=self.call_rows > 0)
+        return queries, keys[:, None]
 
     def values(self, out: torch.Tensor) -> torch.Tensor:
         """Heads' values [T, H * value_dim] of what attention gave, [T, H * latent]."""

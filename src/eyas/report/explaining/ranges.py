@@ -158,7 +158,7 @@ def _layers(wrapping: _Wrapping, network: nn.Module, head: nn.Module | None) -> 
         wrapping.range(experts, "delta", MOE)
     for module in network.modules():
         if isinstance(module, MLA):
-            for name in ("keys", "values"):
+            for name in ("absorb", "values"):
                 wrapping.range(module, name, DENSE)
         if not isinstance(module, Linear | Int8Linear) or id(module) in within or module is head:
             continue
