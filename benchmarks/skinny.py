@@ -95,6 +95,8 @@ LAYERS = [
     Layer(name="8B drafter fuse", outputs=4096, inputs=12288),
     Layer(name="8B drafter head", outputs=32000, inputs=4096),
     Layer(name="8B drafter qkv", outputs=6144, inputs=8192, way="int8"),
+    Layer(name="8B drafter fuse", outputs=4096, inputs=12288, way="int8"),
+    Layer(name="8B drafter o", outputs=4096, inputs=4096, way="int8"),
     Layer(name="8B drafter gate up", outputs=28672, inputs=4096, way="int8 gated"),
     Layer(name="8B drafter down", outputs=4096, inputs=14336, way="int8"),
     Layer(name="8B drafter head", outputs=32000, inputs=4096, way="int8"),
@@ -381,13 +383,13 @@ def summary(figures: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Compile, check, time; print lines, a summary, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", default="", help="only layers whose name contains this")
+    parser.add_argument("--layers", default="", help="only layers whose name and way contain this")
     parser.add_argument("--seconds", type=float, default=85.0, help="start no layer after this")
     parser.add_argument("--json", default="")
     parser.add_argument("--compile", type=int, default=-1, help=argparse.SUPPRESS)
     args = parser.parse_args()
     start = perf_counter()
-    layers = [layer for layer in LAYERS if args.layers in layer.name]
+    layers = [one for one in LAYERS if args.layers in f"{one.name} {one.way}"]
     with torch.inference_mode():
         if args.compile >= 0:
             compile_share(layers, args.compile)

@@ -14,8 +14,8 @@ from tests.helpers import tiny_drafter
 CASES = [
     ("cpu", torch.bfloat16, 64, ("auto", "int8")),
     ("cpu", torch.float32, 64, ()),
-    ("cuda", torch.bfloat16, 64, ("int8",)),
-    ("cuda", torch.float16, 2048, ("int8",)),
+    ("cuda", torch.bfloat16, 64, ("auto", "int8")),
+    ("cuda", torch.float16, 2048, ("auto", "int8")),
     ("cuda", torch.float32, 2048, ()),
     ("cuda", torch.bfloat16, 2056, ()),
 ]

@@ -208,7 +208,7 @@ def test_flags_become_a_scenario() -> None:
         context=100,
         expert_overlap=0.5,
         sharded_drafter=True,
-        precision=Precision(weight_bits=8, expert_bits=4, kv_bits=8, draft_bits=8),
+        precision=Precision(weight_bits=8, expert_bits=4, kv_bits=8, draft_bits=8, extend_bits=8),
     )
     assert found.speculation == SpeculationConfig.chain(5)
     assert found.rates == (0.8, 0.5)
@@ -227,7 +227,9 @@ def test_the_engine_drafts_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("eyas.report.scenarios.drafts_rounded", rounded)
     large = scenario("shape:llama-3.1-8b", profile="h200", tp=1, draft_bits=0.0)
-    assert large.setting.precision.draft_bits == 8
+    assert large.setting.precision.draft_bits == large.setting.precision.extend_bits == 8
+    many = scenario("shape:llama-3.1-8b", profile="h200", tp=1, draft_bits=0.0, batch_size=32)
+    assert (many.setting.precision.draft_bits, many.setting.precision.extend_bits) == (8, 16)
     small = scenario("shape:smollm2-135m", profile="h200", tp=1, draft_bits=0.0)
     assert small.setting.precision.draft_bits == 16
     other = scenario("shape:llama-3.1-8b", profile="h200", tp=1, engine="vllm", draft_bits=0.0)

@@ -140,11 +140,9 @@ def _quick(drafter: Eagle3, config: EngineConfig, weight: torch.Tensor) -> Eagle
 def drafts_rounded(
     config: EngineConfig, drafter: DrafterConfig, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether an EAGLE-3 network on `device` drafts with a copy in 8 bits.
-
-    On a GPU only where it is asked for: whether it is faster there has not been measured.
-    """
+    """Whether an EAGLE-3 network on `device` drafts with a copy in 8 bits."""
     if device.type == "cpu":
-        return dtype == torch.bfloat16 and config.draft_weights != "full"
-    able = dtype in (torch.bfloat16, torch.float16) and drafter.hidden_size % ALIGNMENT == 0
-    return able and config.draft_weights == "int8"
+        able = dtype == torch.bfloat16
+    else:
+        able = dtype in (torch.bfloat16, torch.float16) and drafter.hidden_size % ALIGNMENT == 0
+    return able and config.draft_weights != "full"

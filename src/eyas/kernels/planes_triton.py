@@ -62,11 +62,12 @@ def _quantize_planes_kernel(  # type: ignore[no-untyped-def]
     if NORM:
         x = normed_row(x, weight, inner, eps, dtype).to(tl.float32)
     most = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0)
-    whole = tl.floor(x * tl.div_rn(LARGEST, tl.maximum(most, 1e-30)) + 0.5).to(tl.int32)
+    scale = tl.div_rn(1.0, tl.maximum(most, 1e-30)) * LARGEST
+    whole = tl.floor(x * scale + 0.5).to(tl.int32)
     high = (whole + 128) >> 8
     tl.store(planes_ptr + 2 * row * inner + k, high.to(tl.int8), k < inner)
     tl.store(planes_ptr + (2 * row + 1) * inner + k, (whole - high * 256).to(tl.int8), k < inner)
-    tl.store(unit_ptr + row, tl.div_rn(most, LARGEST))
+    tl.store(unit_ptr + row, most * (1.0 / LARGEST))
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 
@@ -17,6 +18,7 @@ from eyas.models.families import model_config
 from eyas.report.options import PlanConfig
 from eyas.setting import Precision, Setting
 from eyas.speculate.checkpoints import drafter_config, find_drafter
+from eyas.speculate.eagle3 import is_few
 from eyas.speculate.simulate import rates_for
 
 RATE = 0.6
@@ -31,7 +33,9 @@ def scenario_of(
     spec = _speculation(speculation, config, drafter)
     target, profile = read_target(model), load_profile(config.profile)
     network = read_drafter(drafter, target, model) if spec.algorithm in _NETWORKS else None
-    draft_bits = config.draft_bits or usual_draft_bits(config.engine, network, profile)
+    usual = partial(usual_draft_bits, config.engine, network, profile)
+    draft_bits = config.draft_bits or usual(config.batch_size * spec.eagle_topk)
+    extend_bits = config.draft_bits or usual(config.batch_size * (spec.num_steps + 1))
     setting = Setting(
         ranks=config.tp,
         batch=config.batch_size,
@@ -41,6 +45,7 @@ def scenario_of(
             expert_bits=config.expert_bits,
             kv_bits=config.kv_bits,
             draft_bits=draft_bits,
+            extend_bits=extend_bits,
         ),
         expert_overlap=config.expert_overlap,
         sharded_drafter=config.sharded_drafter,
@@ -65,14 +70,14 @@ _NETWORKS = ("EAGLE3", "STANDALONE")
 
 
 def usual_draft_bits(
-    engine: str, drafter: DrafterConfig | ModelConfig | None, profile: HardwareProfile
+    engine: str, drafter: DrafterConfig | ModelConfig | None, profile: HardwareProfile, rows: int
 ) -> float:
-    """Bits of the weights that `engine` drafts with on such a machine, 16-bit types taken."""
+    """Bits of the weights that `engine` drafts with in passes of `rows`, 16-bit types taken."""
     if engine != EYAS.name or not isinstance(drafter, DrafterConfig):
         return 16.0
     device = torch.device("cuda" if profile.eager_us else "cpu")
     rounded = drafts_rounded(EngineConfig(), drafter, device, torch.bfloat16)
-    return 8.0 if rounded else 16.0
+    return 8.0 if rounded and is_few(rows, device.type) else 16.0
 
 
 def read_target(model: str) -> ModelConfig:

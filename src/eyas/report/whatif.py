@@ -183,7 +183,8 @@ def _precision(base: Scenario) -> Iterator[Option]:
         yield bits("experts in 4 bits, groups of 32", quality, expert_bits=4.5)
     yield bits("keys and values in 8 bits", quality, kv_bits=8.0)
     if base.drafter is not None:
-        yield bits("drafter in 8 bits", "nothing: verification keeps the text", draft_bits=8.0)
+        costs = "nothing: verification keeps the text"
+        yield bits("drafter in 8 bits", costs, draft_bits=8.0, extend_bits=8.0)
     if base.target.moe is not None and base.speculation.num_nodes > 1:
         for overlap, words in ((0.0, "apart"), (REPEATS, "as in real text"), (1.0, "the same")):
             name = f"nodes choose experts {words}"

@@ -23,7 +23,13 @@ from eyas.speculate.tree import Draft
 
 QUICK_ROWS = {"cpu": 3, "cuda": MOST_ROWS_8_BIT}
 """Most rows of a pass that 8-bit weights serve: on a CPU those for which they were measured faster
-(2 cores, AVX512-VNNI); on a GPU, where nobody has measured it, those of the kernel's tile."""
+(2 cores, AVX512-VNNI), on a GPU those of the kernel's tile, above which it multiplies longer than
+it reads."""
+
+
+def is_few(rows: int, device_type: str) -> bool:
+    """Whether 8-bit weights serve a pass of so many rows."""
+    return rows <= QUICK_ROWS.get(device_type, 0)
 
 
 class Eagle3Drafter:
@@ -43,7 +49,7 @@ class Eagle3Drafter:
 
         `attention` is over `pool`.
         `quick` is the network with rounded weights: it takes the place of `network` in passes of
-        few draft rows. KV of committed tokens always comes from `network`.
+        few rows, be they drafts or committed tokens.
         """
         self.network, self.target, self.pool, self.quick = network, target, pool, quick
         self.embedding = target.embed if network.embed is None else network.embed
@@ -72,8 +78,9 @@ class Eagle3Drafter:
             max_kv_len=context.max_kv_len,
         )
         aux = committed.aux.flatten(0, 1)
-        fused = self.network.fuse(aux if self.network.config.fused else self.target.norm(aux))
-        states = self._forward(self.network, batch, fused)
+        network = self._drafting(aux.shape[0])
+        fused = network.fuse(aux if network.config.fused else self.target.norm(aux))
+        states = self._forward(network, batch, fused)
         normed, fed_back = take_rows(committed.counts, *states, step=count, offset=-1)
         logits = self._drafting(normed.shape[0]).score(normed, self.target.logits)
         self.growth.start(context, committed.counts, logits, fed_back)
@@ -88,7 +95,7 @@ class Eagle3Drafter:
 
     def _drafting(self, rows: int) -> Eagle3:
         """The network that drafts `rows` rows faster."""
-        few = rows <= QUICK_ROWS.get(self.pool.k.device.type, 0)
+        few = is_few(rows, self.pool.k.device.type)
         return self.quick if self.quick is not None and few else self.network
 
     def _forward(

@@ -26,7 +26,7 @@ from eyas.models.eagle3 import Eagle3
 from eyas.operations import SAMPLING, Op, Work
 from eyas.report.components import ACCEPT, DECODE, DRAFT, EXTEND, VERIFY
 from eyas.setting import Precision, Setting
-from eyas.speculate.eagle3 import QUICK_ROWS, Eagle3Drafter
+from eyas.speculate.eagle3 import Eagle3Drafter, is_few
 
 GPUS = (("H200", "h200"), ("H100", "h100"), ("B200", "b200"))
 """What a device's name holds, and its profile."""
@@ -95,10 +95,11 @@ def setting_of(llm: LLM, batch: int, context: float, experts: float | None) -> S
     """The setting that an engine runs cycles in."""
     parts, spec = llm.engine.runner.parts, llm.engine.speculation
     bits = 8.0 * parts.target.embed.weight.itemsize
-    drafter, draft_bits = parts.drafter, bits
+    drafter, draft_bits, extend_bits = parts.drafter, bits, bits
     if isinstance(drafter, Eagle3Drafter) and drafter.quick is not None:
-        few = batch * spec.eagle_topk <= QUICK_ROWS.get(llm.engine.runner.device.type, 0)
-        draft_bits = 8.0 if few else bits
+        device_type = llm.engine.runner.device.type
+        draft_bits = 8.0 if is_few(batch * spec.eagle_topk, device_type) else bits
+        extend_bits = 8.0 if is_few(batch * (spec.num_steps + 1), device_type) else bits
     moe, overlap = llm.target_config.moe, 0.0
     if moe is not None and experts is not None:
         overlap = overlap_of(moe, batch, spec.num_nodes, experts)
@@ -110,7 +111,7 @@ def setting_of(llm: LLM, batch: int, context: float, experts: float | None) -> S
             weight_bits=bits,
             kv_bits=8.0 * parts.pool.k.itemsize,
             draft_bits=draft_bits,
-            extend_bits=bits,
+            extend_bits=extend_bits,
         ),
         expert_overlap=overlap,
     )
