@@ -26,6 +26,7 @@ from rich.table import Table
 from eyas.fingerprint import fingerprint
 from eyas.kernels import (
     accept,
+    begin,
     draw,
     experts,
     experts_triton,
@@ -164,16 +165,17 @@ def draws(name: str, count: int) -> Iterator[Case]:
             run=lambda _, s=sampled: draw.draw(logits, given, index, 1, sampled=s, filtered=False),
             moved=draw.cost(count, vocab, 2, 1, sampled)[1],
         )
+    slots, states = torch.arange(count, device=DEVICE), randn(count, HIDDEN)
     for topk in (1, 4, 8):
+        scored = draw.Scored(few, ids, topk, given, index, 1, sampled=False, noise=False)
+        kept = draw.Kept(
+            randn(count, HIDDEN), integers(9, count, topk), randn(count, topk, dtype=torch.float32)
+        )
         yield Case(
-            name=f"candidates topk {topk}",
-            run=lambda _, k=topk: draw.candidates(
-                few, ids, k, given, index, 1, sampled=False, noise=False
-            ),
-            torch=lambda _, k=topk: draw.candidates_reference(
-                few, ids, k, given, index, 1, sampled=False, noise=False
-            ),
-            moved=draw.cost(count, DRAFT_VOCAB, 2, topk, False)[1],
+            name=f"keep best topk {topk}",
+            run=lambda _, s=scored, k=kept: draw.keep_best(s, slots, k, states),
+            torch=lambda _, s=scored, k=kept: draw.keep_best_reference(s, slots, k, states),
+            moved=draw.cost(count, DRAFT_VOCAB, 2, topk, False)[1] + 4 * count * HIDDEN,
         )
 
 
@@ -227,22 +229,15 @@ def bookkeeping(count: int) -> Iterator[Case]:
     yield Case(
         name="take_rows",
         run=lambda _: rows.take_rows(slots, lens, lens, table, hidden),
-        torch=lambda _: rows.take_rows_reference(slots, lens, lens, table, hidden),
+        torch=lambda _: rows.take_num_rowsreference(slots, lens, lens, table, hidden),
         moved=rows.cost(count, 16 + 8 * 128 + 2 * 4096)[1],
     )
     history = integers(9, 64, 4096)
     state = accept.Slots(slots, lens[:count], lens.clone(), lens.clone(), history)
     for topk, steps, nodes in ((1, 3, 4), (4, 5, 16), (8, 6, 60)):
-        tokens, scores = integers(2, count, topk), -randn(count, topk, dtype=torch.float32).abs()
-        lanes = torch.arange(topk, device=DEVICE).expand(count, -1)
-        frontier = grow.Frontier(tokens, scores, lanes, lanes, lanes, lanes)
-        pool = grow.first_pool(tokens, scores, steps)
-        found = (integers(9, count * topk, topk), randn(count * topk, topk, dtype=torch.float32))
-        for step in range(1, steps):
-            grow.advance_reference(*found, frontier, pool, lens[:count], step)
-        made = tree.plant_reference(tokens[:, 0].contiguous(), pool, nodes, steps)
         label, drawn = f"{steps}-{topk}-{nodes}", integers(2, count, nodes)
-        given = (made.tokens, made.parents, drawn, steps, topk == 1, state)
+        parents = None if topk == 1 else torch.zeros_like(drawn)
+        given = (integers(2, count, nodes), parents, drawn, steps, state)
         yield Case(
             name=f"settle {label}",
             run=lambda _, g=given: accept.settle(*g),
@@ -250,20 +245,43 @@ def bookkeeping(count: int) -> Iterator[Case]:
             moved=accept.cost(count, nodes, steps)[1],
         )
         if topk > 1:
-            level = (*found, frontier, pool, lens[:count], 1)
-            yield Case(
-                name=f"advance {label}",
-                run=lambda _, g=level: grow.advance(*g),
-                torch=lambda _, g=level: grow.advance_reference(*g),
-                moved=grow.cost(count, topk)[1],
-            )
-            whole = (tokens[:, 0].contiguous(), pool, nodes, steps)
-            yield Case(
-                name=f"plant {label}",
-                run=lambda _, g=whole: tree.plant(*g),
-                torch=lambda _, g=whole: tree.plant_reference(*g),
-                moved=tree.cost(count, pool.scores.shape[1], nodes)[1],
-            )
+            yield from growing(count, topk, steps, nodes)
+
+
+def growing(count: int, topk: int, steps: int, nodes: int) -> Iterator[Case]:
+    """A level of `count` trees behind its pass, and the choice of their nodes."""
+    label, num_rows = f"{steps}-{topk}-{nodes}", count * topk
+    slots, lens = torch.arange(count, device=DEVICE), integers(999, count)
+    given = SamplingRows(
+        temperature=torch.zeros(count, device=DEVICE),
+        top_k=lens,
+        top_p=torch.ones(count, device=DEVICE),
+        min_p=torch.zeros(count, device=DEVICE),
+        seed=lens,
+    )
+    kept = draw.Kept(
+        randn(count, HIDDEN), integers(9, count, topk), -randn(count, topk).float().abs()
+    )
+    ids = torch.arange(DRAFT_VOCAB, device=DEVICE)
+    scored = draw.Scored(randn(num_rows, DRAFT_VOCAB), ids, topk, given, lens, 1, False, False)
+    frontier, pool = begin.begin_tree(slots, lens, kept, steps)
+    states = randn(num_rows, HIDDEN)
+    for step in range(1, steps):
+        grow.advance_reference(scored, frontier, pool, lens, states, step)
+    level = (scored, frontier, pool, lens, states, 1)
+    yield Case(
+        name=f"advance {label}",
+        run=lambda _: grow.advance(*level),
+        torch=lambda _: grow.advance_reference(*level),
+        moved=draw.cost(num_rows, DRAFT_VOCAB, 2, topk, False)[1] + 4 * num_rows * HIDDEN,
+    )
+    whole = (lens, lens, pool, nodes, steps)
+    yield Case(
+        name=f"plant {label}",
+        run=lambda _: tree.plant(*whole),
+        torch=lambda _: tree.plant_reference(*whole),
+        moved=tree.cost(count, pool.scores.shape[1], nodes)[1],
+    )
 
 
 def cases(only: str) -> Iterator[tuple[str, Case]]:

@@ -285,12 +285,12 @@ class ScriptedDrafter:
         tokens = torch.tensor(drafts, device=context.roots.device)
         topk, steps = self.speculation.eagle_topk, self.speculation.num_steps
         if topk == 1:
-            return chain_draft(context.roots, tokens)
+            return chain_draft(context.roots, context.kv_lens, tokens)
         parents = [0] * topk
         for step in range(1, steps):
             parents += [1 + (step - 1) * topk + self._place(step - 1)] * topk
         nodes = torch.tensor([parents] * len(drafts), device=context.roots.device)
-        return tree_draft(context.roots, tokens, nodes, steps)
+        return tree_draft(context.roots, context.kv_lens, tokens, nodes, steps)
 
     def update(self, context: DraftContext, committed: Committed, mode: ForwardMode) -> None:
         """Nothing to keep."""

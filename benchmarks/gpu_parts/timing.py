@@ -153,7 +153,7 @@ def verify_pass(engine: Engine, slots: Sequence[int], nodes: int) -> Callable[[]
         context = cycles._context(parts, torch.tensor(slots, device=device), shape)
         vocab = parts.target.config.vocab_size
         drafts = torch.randint(vocab, (len(slots), nodes - 1), device=device)
-        draft = chain_draft(context.roots, drafts)
+        draft = chain_draft(context.roots, context.kv_lens, drafts)
     return lambda: cycles._verify(parts, context, draft)
 
 

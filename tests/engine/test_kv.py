@@ -66,9 +66,9 @@ def snapshot(engine: Engine, pages: list[int], slot: int, length: int) -> Snapsh
     return {
         "target": kept(engine.runner.parts.pool, pages, length),
         "drafter": kept(drafter.pool, pages, length + ahead),
-        "hidden": drafter.growth.hidden[slot],
-        "tokens": drafter.growth.tokens[slot],
-        "scores": drafter.growth.scores[slot],
+        "hidden": drafter.growth.kept.hidden[slot],
+        "tokens": drafter.growth.kept.tokens[slot],
+        "scores": drafter.growth.kept.scores[slot],
         "history": engine.runner.parts.state.history[slot, : length + 1],
         "root": engine.runner.parts.state.roots[slot],
     }

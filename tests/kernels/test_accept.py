@@ -9,7 +9,7 @@ import torch
 
 from eyas.kernels import accept as module
 from eyas.kernels.accept import Settled, Slots
-from eyas.kernels.tree import chain_reference, tree
+from eyas.kernels.tree import tree
 from tests.helpers import fresh_slots
 from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
 
@@ -18,7 +18,9 @@ def same(found: Settled, wanted: Settled, ours: Slots, theirs: Slots) -> None:
     """Equal as far as it means something."""
     assert torch.equal(found.counts, wanted.counts)
     assert torch.equal(found.path, wanted.path)
+    assert torch.equal(found.rows, wanted.rows)
     assert torch.equal(found.positions, wanted.positions)
+    assert torch.equal(found.kv_lens, wanted.kv_lens)
     assert torch.equal(ours.all_kv_lens, theirs.all_kv_lens)
     assert torch.equal(ours.all_roots, theirs.all_roots)
     for request, count in enumerate(wanted.counts.tolist()):
@@ -40,20 +42,21 @@ def run_grid() -> None:
             rows = 12
             drawn = torch.randint(0, vocab, (rows, count + 1), generator=generator).to(DEVICE)
             tokens = torch.randint(0, vocab, (rows, count + 1), generator=generator).to(DEVICE)
+            above = None
             if is_chain:
                 tokens[rows // 2 :, 1:] = drawn[rows // 2 :, :-1]
-                nodes = chain_reference(tokens[:, 0], tokens[:, 1:])
             else:
                 parents = [
                     [rng.randrange(max(0, n - 4), n) for n in range(1, count + 1)]
                     for _ in range(rows)
                 ]
                 shape = torch.tensor(parents, dtype=torch.int64, device=DEVICE).view(rows, count)
-                nodes = tree(tokens[:, 0], tokens[:, 1:], shape, count)
+                nodes = tree(tokens[:, 0], tokens[:, 0], tokens[:, 1:], shape, count)
+                above = nodes.parents
             lens = [rng.randrange(30) for _ in range(rows - 1)] + [96]
             index = rng.sample(range(rows + 2), rows)
             ours, theirs = (fresh_slots(rows, lens, index, DEVICE) for _ in range(2))
-            given = (nodes.tokens, nodes.parents, drawn, count, is_chain)
+            given = (tokens, above, drawn, count)
             found = module.settle_triton(*given, ours)
             same(found, module.settle_reference(*given, theirs), ours, theirs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -35,12 +36,27 @@ def check_noise() -> None:
     noise = sampling.gumbel_noise(rows.seed, index + 2, ids)
     for r in range(3):
         order = noise[r].sort(descending=True).indices[:4]
-        tokens, scores = module.best_triton(
-            zeros[r : r + 1], ids, 4, row(rows, r), index[r : r + 1], 2, scaled=True, noise=True
-        )
-        assert tokens[0].tolist() == ids[order].tolist()
+        given = (zeros[r : r + 1], ids, 4, row(rows, r), index[r : r + 1], 2)
+        found = kept_of(module.keep_best_triton, module.Scored(*given, sampled=True, noise=True))
+        assert found.tokens[1].tolist() == ids[order].tolist()
         wanted = noise[r].log_softmax(-1)[order]
-        torch.testing.assert_close(scores[0], wanted, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(found.scores[1], wanted, rtol=2e-6, atol=2e-6)
+
+
+def kept_of(keep: Any, scored: module.Scored) -> module.Kept:
+    """What `keep` keeps of R rows and random states in slots R, R - 1, .. 1 of R + 2."""
+    count, topk = scored.logits.shape[0], scored.topk
+    slots, states = torch.arange(count, 0, -1, device=DEVICE), torch.arange(count * 1500.0)
+    hidden = states.view(count, 1500).to(DEVICE)[:, 3:]
+    kept = module.Kept(
+        torch.zeros(count + 2, 1497, device=DEVICE),
+        torch.zeros(count + 2, topk, dtype=torch.int64, device=DEVICE),
+        torch.zeros(count + 2, topk, device=DEVICE),
+    )
+    keep(scored, slots, kept, hidden)
+    assert torch.equal(kept.hidden[slots], hidden)
+    assert not any(part[[0, -1]].any() for part in kept), "another's slot"
+    return kept
 
 
 def row(rows: SamplingRows, r: int) -> SamplingRows:
@@ -63,12 +79,16 @@ def run_grid() -> None:
         ids = torch.arange(size, device=DEVICE) * 3 + 1
         rows, index = rows_of([0.0, 0.7, 1e-9]), torch.tensor([4, 9, 12], device=DEVICE)
         for sampled, noise in ((False, False), (True, False), (True, True)):
-            given = (logits, ids, topk, rows, index, 5)
-            wanted = module.candidates_reference(*given, sampled=sampled, noise=noise)
-            shared = sampled and noise
-            found = module.best_triton(*given, scaled=sampled, noise=shared)
-            assert torch.equal(found[0], wanted[0]), f"{size=} {topk=} {sampled=} {noise=}"
-            torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-5)
+            scored = module.Scored(logits, ids, topk, rows, index, 5, sampled, noise)
+            wanted = kept_of(module.keep_best_reference, scored)
+            found = kept_of(module.keep_best_triton, scored)
+            assert torch.equal(found.tokens, wanted.tokens), f"{size=} {topk=} {sampled=} {noise=}"
+            torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-5, atol=1e-5)
+            if topk == 1:
+                into = torch.zeros(6, 3, dtype=torch.int64, device=DEVICE)
+                module.draw_into_triton(scored, into[:, 1])
+                assert torch.equal(into[:, 1], module.candidates(scored)[0][:, 0])
+                assert not into[:, ::2].any(), "another column"
     check_edges()
 
 
@@ -81,9 +101,11 @@ def check_edges() -> None:
     logits[3] = -torch.inf
     logits[4, 2100], logits[4, 2200] = torch.nan, torch.inf
     rows, index = rows_of([0.0] * 6), torch.zeros(6, dtype=torch.int64, device=DEVICE)
-    found, _ = module.best_triton(logits, None, 1, rows, index, 0, scaled=False, noise=False)
-    assert found[:, 0].tolist() == [17, 40, 700, 0, 2100, 0]
-    assert sampling.likeliest(logits).tolist() == found[:, 0].tolist()
+    ids, found = torch.arange(3000, device=DEVICE), index.clone()
+    scored = module.Scored(logits, ids, 1, rows, index, 0, sampled=False, noise=False)
+    module.draw_into_triton(scored, found)
+    assert found.tolist() == [17, 40, 700, 0, 2100, 0]
+    assert sampling.likeliest(logits).tolist() == found.tolist()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
@@ -119,9 +141,13 @@ def test_compiles_for_hopper(topk: int) -> None:
     flags = {"TOPK": topk, "SCALED": True, "NOISE": True, "MAPPED": True}
     compiled = compiles(module._draw_tile_kernel, types, flags | {"TILE": module.TILE})
     assert "lg2.approx" not in compiled.asm["ptx"], "the noise needs an exact logarithm"
-    types |= {"tokens_ptr": "*i64", "scores_ptr": "*fp32", "tiles": "i32"}
-    blocks = {"TILES": 64, "BLOCK": 64 * topk}
-    compiles(module._draw_row_kernel, types, {"TOPK": topk, "MAPPED": True} | blocks)
+    types |= {"tokens_ptr": "*i64", "scores_ptr": "*fp32", "tiles": "i32", "slots_ptr": "*i64"}
+    types |= dict.fromkeys(("source_ptr", "target_ptr"), "*bf16")
+    types |= dict.fromkeys(("tokens_stride", "source_stride", "width"), "i32")
+    blocks = {"TILES": 64, "BLOCK": 64 * topk, "COLUMNS": module.COLUMNS}
+    for slotted in (False, True):
+        flags = {"TOPK": topk, "MAPPED": True, "SLOTTED": slotted}
+        compiles(module._draw_row_kernel, types, flags | blocks)
 
 
 if __name__ == "__main__":

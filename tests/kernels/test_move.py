@@ -12,7 +12,10 @@ from eyas.kv.pool import KVPool
 from eyas.model_config import AttentionShape
 from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
 
-SHAPES = (AttentionShape.heads(2, 2, 24), AttentionShape.heads(3, 1, 16))
+LATENT = AttentionShape(
+    num_layers=2, num_kv_heads=1, key_dim=24, value_dim=16, scale=1.0, latent=True
+)
+SHAPES = (AttentionShape.heads(2, 2, 24), AttentionShape.heads(3, 1, 16), LATENT)
 
 
 def pools(shape: AttentionShape) -> tuple[KVPool, KVPool]:
@@ -57,8 +60,9 @@ def test_kernel_equals_reference() -> None:
 def test_compiles_for_hopper(dim: int, places: int) -> None:
     """Fault: a kernel that only the interpreter takes."""
     names = ("table_ptr", "kv_lens_ptr", "path_ptr", "counts_ptr")
-    types = {"pool_ptr": "*bf16"} | dict.fromkeys(names, "*i64")
-    types |= dict.fromkeys(("places", "columns", "page_size", "head_stride", "dim"), "i32")
+    types = dict.fromkeys(("k_ptr", "v_ptr"), "*bf16") | dict.fromkeys(names, "*i64")
+    types |= dict.fromkeys(("places", "columns", "page_size", "heads"), "i32")
+    types |= dict.fromkeys(("k_stride", "v_stride", "k_dim", "v_dim"), "i32")
     block = 1 << (dim - 1).bit_length()
     compiles(module._move_kv_kernel, types, {"PLACES": places, "BLOCK": block})
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from eyas.kernels import accept, gated, lang, norm, norm_parts, planes
-from eyas.kernels.draw import candidates
+from eyas.kernels.begin import begin_chain
+from eyas.kernels.draw import Kept, Scored, draw_into, keep_best
 from eyas.kernels.experts_triton import Shared, experts_triton
 from eyas.kernels.router import router
-from eyas.kernels.rows import put_rows, take_rows
+from eyas.kernels.rows import take_rows
 from eyas.kernels.skinny import Counters
 from eyas.kernels.terms import summed
-from eyas.kernels.tree import chain
 from eyas.model_config import MoEConfig
 from tests.helpers import fresh_slots
 from tests.kernels.running import on_gpu
@@ -34,10 +34,11 @@ def work(seed: int, rounds: int) -> list[torch.Tensor]:
     eight = (randn(512, 512) * 40).clamp(-127, 127).to(torch.int8)
     scales = torch.full((512,), 1e-3, device="cuda")
     ids, sampling = torch.arange(512, device="cuda"), rows_of([0.0] * 4)
-    kept, slots = torch.zeros(6, 512, device="cuda").bfloat16(), fresh_slots(4, device="cuda")
+    slots, firsts = fresh_slots(4, device="cuda"), torch.zeros(6, 1, device="cuda")
+    drafts = Kept(firsts.repeat(1, 512).bfloat16(), firsts.long(), firsts)
 
     def run() -> list[torch.Tensor]:
-        state, y, total = kept.clone(), x.clone(), x.clone()
+        y, total = x.clone(), x.clone()
         for _ in range(rounds):
             normed, total = norm.add_rms_norm(y, total, weight, 1e-5)
             heads = norm_parts.norm_parts(normed.view(4, 8, 64), (weight[:64],) * 2, 4, 1e-5)
@@ -50,12 +51,14 @@ def work(seed: int, rounds: int) -> list[torch.Tensor]:
             y = gated.gated(torch.stack((summed(terms), added), 1).flatten(1))
             before = norm.Norm(weight=weight, eps=1e-5, delta=total)
             y, total = planes.int8_norm_linear(y, before, eight, scales, None, others)
-            tokens, _ = candidates(y, ids, 1, sampling, slots.slots, 1, sampled=False, noise=False)
-            nodes = chain(tokens[:, 0], tokens)
-            settled = accept.settle(nodes.tokens, nodes.parents, nodes.tokens, 1, True, slots)
-            put_rows(slots.slots, (state,), (y,))
-            (y,) = take_rows(settled.counts, state)
-        return [y, state, slots.history, tokens]
+            scored = Scored(y, ids, 1, sampling, slots.slots, 1, sampled=False, noise=False)
+            keep_best(scored, slots.slots, drafts, y)
+            chain = begin_chain(slots.slots, slots.kv_lens, slots.kv_lens, drafts, 3)
+            draw_into(scored._replace(logits=chain.hidden), chain.tokens[:, 2])
+            tokens = chain.tokens
+            settled = accept.settle(tokens, None, tokens, 2, slots)
+            (y,) = take_rows(settled.counts, drafts.hidden)
+        return [y, drafts.hidden, slots.history, tokens]
 
     with torch.inference_mode():
         run()

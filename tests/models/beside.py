@@ -138,12 +138,12 @@ def check_tree(pair: Pair, count: int, length: int = 30) -> None:
     rng = random.Random(count)
     before, nodes = prompt(length), prompt(count, seed=count)
     parents = [rng.randrange(max(0, n - 3), n) for n in range(1, count)]
-    draft = tree_draft(
-        torch.tensor(nodes[:1]), torch.tensor([nodes[1:]]), torch.tensor([parents]), depth=count
-    )
+    roots, drafts = torch.tensor(nodes[:1]), torch.tensor([nodes[1:]])
+    draft = tree_draft(roots, torch.zeros(1).long(), drafts, torch.tensor([parents]), depth=count)
+    assert draft.ancestors is not None
     paged = Paged(network, 16)
     paged.forward(before)
-    logits, _, _ = paged.forward(nodes, draft.depths[0], draft.ancestors[0])
+    logits, _, _ = paged.forward(nodes, draft.positions[0], draft.ancestors[0])
     for node in range(count):
         path = [node]
         while path[-1] > 0:

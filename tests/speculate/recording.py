@@ -51,7 +51,10 @@ def record(engine: Engine) -> Recorder:
 
 def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
     """Token paths of all drafted nodes, without the root."""
-    tokens, parents = draft.tokens[row].tolist(), draft.parents[row].tolist()
+    tokens = draft.tokens[row].tolist()
+    parents = [max(node - 1, 0) for node in range(len(tokens))]
+    if draft.parents is not None:
+        parents = draft.parents[row].tolist()
     found: dict[int, tuple[int, ...]] = {0: ()}
     for node in range(1, len(tokens)):
         found[node] = (*found[parents[node]], tokens[node])

@@ -41,7 +41,9 @@ def test_tree_walk(count: int, vocab: int) -> None:
     parents = [[rng.randrange(max(0, n - 4), n) for n in range(1, count + 1)] for _ in range(rows)]
     tokens = torch.randint(0, vocab, (rows, count + 1))
     drawn = torch.randint(0, vocab, (rows, count + 1))
-    draft = tree_draft(tokens[:, 0], tokens[:, 1:], torch.tensor(parents), depth=count)
+    draft = tree_draft(
+        tokens[:, 0], torch.zeros(rows).long(), tokens[:, 1:], torch.tensor(parents), depth=count
+    )
     accepted = accepted_of(draft, drawn)
     assert accepted.tokens.shape == (rows, count + 1)
     for row in range(rows):
@@ -57,15 +59,15 @@ def test_chain_walk(count: int) -> None:
     tokens = torch.cat((drawn[:, :1], drawn[:, :-1]), dim=1)
     for row in range(count):
         tokens[row, row + 1] += 1
-    draft = chain_draft(tokens[:, 0], tokens[:, 1:])
+    lens = torch.zeros(count + 1).long()
+    draft = chain_draft(tokens[:, 0], lens, tokens[:, 1:])
     accepted = accepted_of(draft, drawn)
     assert accepted.counts.tolist() == list(range(1, count + 2))
     for row in range(count + 1):
         wanted, path = walk(tokens[row].tolist(), list(range(count)), drawn[row].tolist())
         check(accepted, row, wanted, path)
-    as_tree = tree_draft(
-        tokens[:, 0], tokens[:, 1:], torch.arange(count).expand(count + 1, -1), depth=count
-    )
+    parents = torch.arange(count).expand(count + 1, -1)
+    as_tree = tree_draft(tokens[:, 0], lens, tokens[:, 1:], parents, depth=count)
     by_tree = accepted_of(as_tree, drawn)
     assert torch.equal(by_tree.counts, accepted.counts)
     assert torch.equal(by_tree.path, accepted.path)
@@ -74,7 +76,8 @@ def test_chain_walk(count: int) -> None:
 
 def test_the_root_is_no_child_of_itself() -> None:
     """Fault: endless or wrong acceptance where a draw repeats the root token."""
-    draft = tree_draft(torch.tensor([5]), torch.tensor([[1, 2]]), torch.tensor([[0, 0]]), depth=1)
+    drafts, parents = torch.tensor([[1, 2]]), torch.tensor([[0, 0]])
+    draft = tree_draft(torch.tensor([5]), torch.tensor([7]), drafts, parents, depth=1)
     accepted = accepted_of(draft, torch.tensor([[5, 3, 4]]))
     assert accepted.counts.tolist() == [1]
     assert accepted.tokens[0, 0] == 5
@@ -82,8 +85,8 @@ def test_the_root_is_no_child_of_itself() -> None:
 
 def test_slots_move_forward() -> None:
     """Fault: a slot's row that does not follow what its request committed, or another's touched."""
-    draft = chain_draft(torch.tensor([5, 6]), torch.tensor([[1, 2], [3, 4]]))
     slots = fresh_slots(2, kv_lens=[7, 20], index=[3, 1])
+    draft = chain_draft(torch.tensor([5, 6]), slots.kv_lens, torch.tensor([[1, 2], [3, 4]]))
     settled = accept(draft, torch.tensor([[1, 9, 8], [3, 4, 2]]), slots)
     assert settled.out.tolist()[0][:3] == [2, 1, 9]
     assert settled.out.tolist()[1] == [3, 3, 4, 2]
@@ -93,3 +96,5 @@ def test_slots_move_forward() -> None:
     assert slots.history[1, 21:24].tolist() == [3, 4, 2]
     assert not slots.history[[0, 2]].any()
     assert settled.positions.tolist() == [[7, 8, 9], [20, 21, 22]]
+    assert settled.kv_lens.tolist() == [9, 23]
+    assert settled.rows.tolist() == [[0, 1, 0], [3, 4, 5]]

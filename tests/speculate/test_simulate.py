@@ -34,22 +34,24 @@ def rows(count: int) -> SamplingRows:
     )
 
 
-def drafts(count: int, kind: str) -> Draft:
+def drafts(lens: torch.Tensor, kind: str) -> Draft:
+    count = len(lens)
     tokens = torch.randint(0, 9, (count, 5), generator=torch.Generator().manual_seed(0))
     if kind == "chain":
-        return chain_draft(tokens[:, 0], tokens[:, 1:])
+        return chain_draft(tokens[:, 0], lens, tokens[:, 1:])
     parents = torch.tensor([[0, 0, 1, 3]]).expand(count, -1)
-    return tree_draft(tokens[:, 0], tokens[:, 1:], parents, depth=3)
+    return tree_draft(tokens[:, 0], lens, tokens[:, 1:], parents, depth=3)
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_rates_hold(kind: str) -> None:
     """Fault: another acceptance than asked for. 4,000 requests: a false alarm in 10,000 runs."""
     count = 4000
-    draft = drafts(count, kind)
+    lens = torch.full((count,), 77)
+    draft = drafts(lens, kind)
     drawn = torch.randint(0, 9, (count, 5), generator=torch.Generator().manual_seed(1))
     rates = torch.tensor([0.9, 0.5, 0.7, 0.2][: draft.depth])
-    changed = decree(draft, drawn, rows(count), torch.full((count,), 77), rates)
+    changed = decree(draft, drawn, rows(count), lens, rates)
     counts = accepted_of(draft, changed).counts
     reached = torch.stack([(counts > i).float().mean() for i in range(1, draft.depth + 1)])
     wanted = rates.cumprod(0)
@@ -61,7 +63,7 @@ def test_rates_hold(kind: str) -> None:
 @pytest.mark.parametrize(("rate", "length"), [(0.0, 1), (1.0, None)])
 def test_all_or_nothing(kind: str, rate: float, length: int | None) -> None:
     """Fault: a refused draft accepted since the target draws it, or a deep one lost."""
-    draft = drafts(50, kind)
+    draft = drafts(torch.arange(50), kind)
     drawn = draft.tokens.roll(-1, 1)
     rates = torch.full((draft.depth,), rate)
     counts = accepted_of(draft, decree(draft, drawn, rows(50), torch.arange(50), rates)).counts

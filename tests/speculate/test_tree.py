@@ -29,11 +29,13 @@ def bits_of(mask: int) -> set[int]:
     return {j for j in range(64) if (mask >> j) & 1}
 
 
-def check_draft(draft: Draft, parents: list[list[int]]) -> None:
+def check_draft(draft: Draft, kv_lens: list[int], parents: list[list[int]]) -> None:
+    assert draft.ancestors is not None
+    assert draft.parents is not None
     for row, own in enumerate(parents):
         for node in range(len(own) + 1):
             path = path_to(own, node)
-            assert int(draft.depths[row, node]) == len(path) - 1
+            assert int(draft.positions[row, node]) == kv_lens[row] + len(path) - 1
             assert bits_of(int(draft.ancestors[row, node])) == set(path)
             assert int(draft.parents[row, node]) == (path[-2] if node else 0)
 
@@ -44,20 +46,23 @@ def test_tree_masks_are_the_paths(count: int) -> None:
     rng = random.Random(count)
     parents = [random_parents(rng, count) for _ in range(4)]
     drafts = torch.randint(0, 100, (4, count))
-    draft = tree_draft(torch.arange(4), drafts, torch.tensor(parents), depth=count)
+    lens = torch.tensor([0, 70, 3, 9])
+    draft = tree_draft(torch.arange(4), lens, drafts, torch.tensor(parents), depth=count)
     assert torch.equal(draft.tokens, torch.cat((torch.arange(4)[:, None], drafts), dim=1))
-    assert not draft.is_chain
-    check_draft(draft, parents)
+    check_draft(draft, lens.tolist(), parents)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, MAX_NODES - 1])
-def test_a_chain_is_a_tree_of_width_one(count: int) -> None:
-    """Fault: width off by one. Chain and tree builders agree, with no draft and with 64 nodes."""
+def test_a_chain_stands_in_a_row(count: int) -> None:
+    """Fault: width off by one, with no draft and with 64 nodes."""
     drafts = torch.randint(0, 100, (2, count))
-    draft = chain_draft(torch.tensor([7, 8]), drafts)
-    assert draft.is_chain
+    draft = chain_draft(torch.tensor([7, 8]), torch.tensor([0, 30]), drafts)
+    assert draft.parents is None
+    assert draft.ancestors is None
     assert draft.depth == count
-    check_draft(draft, [list(range(count))] * 2)
+    assert draft.tokens[:, 0].tolist() == [7, 8]
+    assert torch.equal(draft.tokens[:, 1:], drafts)
+    assert draft.positions.tolist() == [list(range(n, n + count + 1)) for n in (0, 30)]
 
 
 def test_popcount() -> None:

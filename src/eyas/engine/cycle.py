@@ -18,6 +18,7 @@ from eyas.distributed.group import Group
 from eyas.engine.state import DeviceState
 from eyas.kernels.draw import draw
 from eyas.kernels.move import keep_path
+from eyas.kernels.rows import take_rows
 from eyas.kv.pool import KVPool
 from eyas.models.decoder import Decoder
 from eyas.spans import Spans
@@ -66,15 +67,16 @@ def cycle(parts: Parts, slots: torch.Tensor, shape: PassShape, spans: Spans) -> 
     slot_rows = parts.state.to_settle(slots, context.kv_lens)
     settled = accept(draft, group.share(drawn), slot_rows)
     spans.mark("commit")
-    if not draft.is_chain:
+    if draft.parents is not None:
         table, path = context.page_table, settled.path
         keep_path(parts.pool, table, context.kv_lens, path, settled.counts)
     spans.mark("extend")
     committed = Committed(
         tokens=settled.tokens,
         positions=settled.positions,
-        aux=None if aux is None else _along(draft, settled.path, aux),
+        aux=None if aux is None else _along(draft, settled.rows, aux),
         counts=settled.counts,
+        kv_lens=settled.kv_lens,
     )
     parts.drafter.update(context, committed, ForwardMode.DRAFT_EXTEND)
     spans.mark(None)
@@ -111,24 +113,22 @@ def prefill(
     last = (counts - 1)[:, None, None]
     hidden = hidden.view(-1, shape.num_new, hidden.shape[-1])
     hidden = hidden.gather(1, last.expand(-1, 1, hidden.shape[-1]))[:, 0]
-    drawn = draw(
-        parts.target.logits(hidden),
-        context.rows,
-        context.kv_lens + counts,
-        sampled=shape.sampled,
-        filtered=shape.filtered,
-    )
+    kv_lens = context.kv_lens + counts
+    kind = {"sampled": shape.sampled, "filtered": shape.filtered}
+    drawn = draw(parts.target.logits(hidden), context.rows, kv_lens, **kind)
     drawn = torch.where(next_tokens < 0, parts.target.group.share(drawn), next_tokens)
     behind = torch.cat((chunk[:, 1:], drawn[:, None]), dim=1).scatter(
         1, last[:, :, 0], drawn[:, None]
     )
     parts.state.write_history(slots, context.kv_lens, chunk)
-    parts.state.write_history(slots, context.kv_lens + counts, drawn[:, None])
-    parts.state.kv_lens[slots] = context.kv_lens + counts
+    parts.state.write_history(slots, kv_lens, drawn[:, None])
+    parts.state.kv_lens[slots] = kv_lens
     parts.state.roots[slots] = drawn
     if aux is not None:
         aux = aux.view(-1, shape.num_new, aux.shape[-1])
-    committed = Committed(tokens=behind, positions=positions, aux=aux, counts=counts)
+    committed = Committed(
+        tokens=behind, positions=positions, aux=aux, counts=counts, kv_lens=kv_lens
+    )
     parts.drafter.update(context, committed, ForwardMode.EXTEND)
     return drawn
 
@@ -155,12 +155,12 @@ def _agreed(group: Group, draft: Draft) -> Draft:
     """
     if group.size == 1 or draft.tokens.shape[1] == 1:
         return draft
-    if draft.is_chain:
+    if draft.parents is None or draft.ancestors is None:
         return dataclasses.replace(draft, tokens=group.share(draft.tokens))
-    packed = torch.cat((draft.tokens, draft.parents, draft.depths, draft.ancestors), dim=1)
-    tokens, parents, depths, ancestors = group.share(packed).chunk(4, dim=1)
+    packed = torch.cat((draft.tokens, draft.positions, draft.parents, draft.ancestors), dim=1)
+    tokens, positions, parents, ancestors = group.share(packed).chunk(4, dim=1)
     return dataclasses.replace(
-        draft, tokens=tokens, parents=parents, depths=depths, ancestors=ancestors
+        draft, tokens=tokens, positions=positions, parents=parents, ancestors=ancestors
     )
 
 
@@ -172,12 +172,12 @@ def _verify(
     batch = ForwardBatch(
         mode=ForwardMode.TARGET_VERIFY if num_nodes > 1 else ForwardMode.DECODE,
         tokens=draft.tokens.flatten(),
-        positions=(context.kv_lens[:, None] + draft.depths).flatten(),
+        positions=draft.positions.flatten(),
         prefix_lens=context.kv_lens,
         page_table=context.page_table,
         num_new=num_nodes,
         max_kv_len=context.max_kv_len,
-        ancestors=None if draft.is_chain else draft.ancestors.flatten(),
+        ancestors=None if draft.ancestors is None else draft.ancestors.flatten(),
     )
     hidden, aux = _target(parts, batch)
     return parts.target.logits(hidden), aux, batch.positions
@@ -197,12 +197,11 @@ def _target(parts: Parts, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tens
     return hidden, aux
 
 
-def _along(draft: Draft, path: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-    """States [B, depth + 1, A] of the nodes on the path int64[B, depth + 1], of aux [B * N, A].
+def _along(draft: Draft, rows: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+    """States [B, depth + 1, A] of the paths' rows int64[B, depth + 1], of aux [B * N, A].
 
     Past the counts they mean nothing: a chain's are taken as they are.
     """
-    aux = aux.view(*draft.tokens.shape, aux.shape[-1])
-    if draft.is_chain:
-        return aux
-    return aux.gather(1, path[:, :, None].expand(-1, -1, aux.shape[-1]))
+    if draft.parents is not None:
+        [aux] = take_rows(rows.flatten(), aux)
+    return aux.view(*rows.shape, aux.shape[-1])

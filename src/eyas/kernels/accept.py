@@ -40,19 +40,23 @@ class Settled(NamedTuple):
     """int64[B]"""
     path: torch.Tensor
     """int64[B, depth + 1]: node whose draw is the token."""
+    rows: torch.Tensor
+    """int64[B, depth + 1]: the path's rows among those of all requests."""
     positions: torch.Tensor
     """int64[B, depth + 1]: where the nodes' own tokens stand, within the history."""
+    kv_lens: torch.Tensor
+    """int64[B]: committed KV length after the cycle."""
 
 
 def walk(
-    tokens: torch.Tensor, parents: torch.Tensor, drawn: torch.Tensor, depth: int, is_chain: bool
+    tokens: torch.Tensor, parents: torch.Tensor | None, drawn: torch.Tensor, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Path int64[B, depth + 1] and counts int64[B] of trees [B, N] with draws int64[B, N].
 
-    A duplicate among siblings is followed once (the first).
+    Without parents trees are chains. A duplicate among siblings is followed once (the first).
     """
     nodes = torch.arange(drawn.shape[1], device=drawn.device)
-    if is_chain:
+    if parents is None:
         run = (tokens[:, 1:] == drawn[:, :-1]).long().cumprod(1)
         path = torch.cat((torch.zeros_like(drawn[:, :1]), run * nodes[1:]), dim=1)
         return path, run.sum(1) + 1
@@ -71,22 +75,23 @@ def walk(
 
 def settle_reference(
     tokens: torch.Tensor,
-    parents: torch.Tensor,
+    parents: torch.Tensor | None,
     drawn: torch.Tensor,
     depth: int,
-    is_chain: bool,
     slots: Slots,
 ) -> Settled:
     """See `settle`."""
-    path, counts = walk(tokens, parents, drawn, depth, is_chain)
+    path, counts = walk(tokens, parents, drawn, depth)
     committed = drawn.gather(1, path)
     index = slots.kv_lens[:, None] + torch.arange(depth + 2, device=drawn.device)
     index = index.clamp(max=slots.history.shape[1] - 1)
     slots.history[slots.slots[:, None], index[:, 1:]] = committed
     slots.all_roots[slots.slots] = committed.gather(1, (counts - 1)[:, None])[:, 0]
-    slots.all_kv_lens[slots.slots] = slots.kv_lens + counts
+    kv_lens = slots.kv_lens + counts
+    slots.all_kv_lens[slots.slots] = kv_lens
     out = torch.cat((counts[:, None], committed), dim=1)
-    return Settled(out, committed, counts, path, index[:, :-1])
+    rows = path + torch.arange(len(path), device=path.device)[:, None] * drawn.shape[1]
+    return Settled(out, committed, counts, path, rows, index[:, :-1], kv_lens)
 
 
 @triton.jit
@@ -103,7 +108,9 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     committed_ptr,
     counts_ptr,
     path_ptr,
+    rows_ptr,
     positions_ptr,
+    lens_ptr,
     nodes,
     depth,
     width,
@@ -142,6 +149,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     row = request * (depth + 1) + place
     tl.store(committed_ptr + row, committed, used)
     tl.store(path_ptr + row, path.to(tl.int64), used)
+    tl.store(rows_ptr + row, (first + path).to(tl.int64), used)
     tl.store(out_ptr + request * (depth + 2) + 1 + place, committed, used)
     tl.store(out_ptr + request * (depth + 2), count.to(tl.int64))
     tl.store(counts_ptr + request, count.to(tl.int64))
@@ -152,14 +160,14 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     tl.store(history_ptr + slot * width + index, committed, kept)
     tl.store(all_roots_ptr + slot, tl.load(drawn_ptr + first + current))
     tl.store(all_kv_lens_ptr + slot, kv_len + count)
+    tl.store(lens_ptr + request, kv_len + count)
 
 
 def settle_triton(
     tokens: torch.Tensor,
-    parents: torch.Tensor,
+    parents: torch.Tensor | None,
     drawn: torch.Tensor,
     depth: int,
-    is_chain: bool,
     slots: Slots,
 ) -> Settled:
     """See `settle`."""
@@ -169,19 +177,18 @@ def settle_triton(
     out, committed, counts = (
         torch.empty(s, dtype=torch.int64, device=tokens.device) for s in shapes
     )
-    settled = Settled(
-        out, committed, counts, torch.empty_like(committed), torch.empty_like(committed)
-    )
+    path, rows, positions = (torch.empty_like(committed) for _ in range(3))
+    settled = Settled(out, committed, counts, path, rows, positions, torch.empty_like(counts))
     _accept_kernel[(requests,)](
         tokens.contiguous(),
-        parents.contiguous(),
+        tokens if parents is None else parents.contiguous(),
         drawn.contiguous(),
         *slots,
         *settled,
         nodes,
         depth,
         slots.history.shape[1],
-        CHAIN=is_chain,
+        CHAIN=parents is None,
         NODES=block_of(nodes),
         PLACES=block_of(depth + 1),
         num_warps=1,
@@ -192,20 +199,20 @@ def settle_triton(
 
 def settle(
     tokens: torch.Tensor,
-    parents: torch.Tensor,
+    parents: torch.Tensor | None,
     drawn: torch.Tensor,
     depth: int,
-    is_chain: bool,
     slots: Slots,
 ) -> Settled:
     """Walk the trees tokens, parents int64[B, N] by the target's draws int64[B, N].
 
-    Moves the slots' rows forward: tokens behind the roots, new roots, longer KV.
+    Without parents trees are chains: node n's is n - 1. Moves the slots' rows forward: tokens
+    behind the roots, new roots, longer KV.
     """
     run = settle_triton if runs_kernels(tokens) else settle_reference
-    return run(tokens, parents, drawn, depth, is_chain, slots)
+    return run(tokens, parents, drawn, depth, slots)
 
 
 def cost(requests: int, nodes: int, depth: int) -> tuple[int, int]:
     """(integer operations, bytes) of a cycle's acceptance."""
-    return requests * nodes * (depth + 4), 8 * requests * (3 * nodes + 6 * (depth + 1) + 8)
+    return requests * nodes * (depth + 4), 8 * requests * (3 * nodes + 7 * (depth + 1) + 9)

@@ -2,11 +2,14 @@
 
 Two launches: one over tiles of the vocabulary, one over rows. The vocabulary's tiles are of a fixed
 length, so a row's numbers do not depend on other rows. Hashes are those of `gumbel_noise` bit for
-bit; the references are `eyas.sampling.draw` and `candidates_reference`. As in torch's maximum, what
-is not a number comes first, and ties go to the lower column.
+bit; the references are `eyas.sampling.draw` and `candidates`. As in torch's maximum, what is not a
+number comes first, and ties go to the lower column. The second launch is whoever needs the best:
+one here, which writes tokens where they are wanted, or a level of a tree (`eyas.kernels.grow`).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -17,20 +20,46 @@ from eyas.sampling import SamplingRows, filter_logits, perturb, scale
 
 TILE = 2048
 """Logits per program."""
+COLUMNS = 1024
+"""Numbers of a state that a program copies."""
 
 
-def candidates_reference(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    topk: int,
-    rows: SamplingRows,
-    index: torch.Tensor,
-    ahead: int,
-    *,
-    sampled: bool,
-    noise: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `candidates`."""
+class Scored(NamedTuple):
+    """Draft logits, and how the best `topk` of each row are found."""
+
+    logits: torch.Tensor
+    """[R, Vd]"""
+    ids: torch.Tensor
+    """int64[Vd]: the columns' tokens."""
+    topk: int
+    rows: SamplingRows
+    """R rows, or one for every so many."""
+    places: torch.Tensor
+    """int64, as many: the token to draw stands at `places + ahead`."""
+    ahead: int
+    sampled: bool
+    noise: bool
+    """Whether sampled rows are perturbed. Scores are then the log-softmax of perturbed logits: they
+    rank nodes by how surely the target, under the same noise, draws them."""
+
+
+class Kept(NamedTuple):
+    """What slots keep of their last extend, a row each."""
+
+    hidden: torch.Tensor
+    """[S, F]: what the first drafts' pass is fed."""
+    tokens: torch.Tensor
+    """int64[S, topk]: candidates behind the root."""
+    scores: torch.Tensor
+    """float32[S, topk]: their log scores, best first; of a chain zeros."""
+
+
+def candidates(scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
+    """Best topk target ids int64[R, topk] and their log scores float32; zeros for topk 1.
+
+    What the kernels of draft passes begin with, in torch.
+    """
+    logits, ids, topk, rows, index, ahead, sampled, noise = scored
     scores = logits.float()
     if sampled:
         rows, index = _each(logits.shape[0], rows, index, ahead)
@@ -141,30 +170,70 @@ def _draw_row_kernel(  # type: ignore[no-untyped-def]
     keys_ptr,
     sums_ptr,
     ids_ptr,
+    slots_ptr,
     tokens_ptr,
     scores_ptr,
+    source_ptr,
+    target_ptr,
     tiles,
+    tokens_stride,
+    source_stride,
+    width,
     TOPK: tl.constexpr,
     MAPPED: tl.constexpr,
+    SLOTTED: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (row): the tokens of its TOPK best columns, and for TOPK > 1 their log-softmax."""
+    """Program (row, block of a state): the tokens of the row's TOPK best columns.
+
+    For TOPK > 1 their log-softmax too. Where SLOTTED they go to the row's slot, with its state.
+    """
     take_turn(EARLY)
-    row = tl.program_id(0)
-    keys, log_sum = best_of_tiles(keys_ptr, sums_ptr, row, tiles, TOPK, TILES, BLOCK)
-    for k in tl.static_range(TOPK):
-        best = tl.max(keys, 0)
-        keys = without(keys, keys == best)
-        token = number_of(best).to(tl.int64)
-        if MAPPED:
-            token = tl.load(ids_ptr + token)
-        tl.store(tokens_ptr + row * TOPK + k, token)
-        tl.store(scores_ptr + row * TOPK + k, score_of(best) - log_sum if TOPK > 1 else 0.0)
+    row = tl.program_id(0).to(tl.int64)
+    to = row
+    if SLOTTED:
+        to = tl.load(slots_ptr + row)
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        state = tl.load(source_ptr + row * source_stride + columns, columns < width)
+        tl.store(target_ptr + to * width + columns, state, columns < width)
+    if tl.program_id(1) == 0:
+        keys, log_sum = best_of_tiles(keys_ptr, sums_ptr, row, tiles, TOPK, TILES, BLOCK)
+        for k in tl.static_range(TOPK):
+            best = tl.max(keys, 0)
+            keys = without(keys, keys == best)
+            token = number_of(best).to(tl.int64)
+            if MAPPED:
+                token = tl.load(ids_ptr + token)
+            tl.store(tokens_ptr + to * tokens_stride + k, token)
+            if TOPK > 1:
+                tl.store(scores_ptr + to * TOPK + k, score_of(best) - log_sum)
 
 
-def best_triton(
+class Tiles(NamedTuple):
+    """What the tiles of R rows hold for the launch that follows."""
+
+    keys: torch.Tensor
+    """int64[R, tiles, topk]: each tile's best; see `order.key_of`."""
+    sums: torch.Tensor
+    """float32[R, tiles]: of exponentials below the tile's best; unset for topk 1."""
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Constants of a kernel that reads them by `best_of_tiles`."""
+        _, tiles, topk = self.keys.shape
+        return {"TOPK": topk, "TILES": block_of(tiles), "BLOCK": block_of(tiles * topk)}
+
+
+def tiles_of(scored: Scored) -> Tiles:
+    """Of draft logits."""
+    logits, ids, topk, rows, index, ahead, sampled, noise = scored
+    return _tiles(logits, ids, topk, rows, index, ahead, scaled=sampled, noise=sampled and noise)
+
+
+def _tiles(
     logits: torch.Tensor,
     ids: torch.Tensor | None,
     topk: int,
@@ -174,28 +243,26 @@ def best_triton(
     *,
     scaled: bool,
     noise: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64[R, topk] and their log-softmax float32[R, topk], zeros for topk 1.
+) -> Tiles:
+    """Of logits [R, V], whose columns stand for `ids` int64[V] if given.
 
-    Of logits [R, V], whose columns stand for `ids` int64[V] if given. `scaled` divides by the
-    temperatures, `noise` adds to rows of positive temperature their noise at `index + ahead`.
+    `scaled` divides by the temperatures, `noise` adds to rows of positive temperature their noise
+    at `index + ahead`.
     """
     (count, size), device = logits.shape, logits.device
     tiles = triton.cdiv(size, TILE)
-    keys = torch.empty(count, tiles, topk, dtype=torch.int64, device=device)
-    sums = torch.empty(count, tiles, dtype=torch.float32, device=device)
-    tokens = torch.empty(count, topk, dtype=torch.int64, device=device)
-    scores = torch.empty(count, topk, dtype=torch.float32, device=device)
+    made = Tiles(
+        torch.empty(count, tiles, topk, dtype=torch.int64, device=device),
+        torch.empty(count, tiles, dtype=torch.float32, device=device),
+    )
     index = index.contiguous()
-    columns, mapped = index if ids is None else ids, ids is not None
     _draw_tile_kernel[(count, tiles)](
         logits,
-        columns,
+        index if ids is None else ids,
         rows.temperature,
         rows.seed,
         index,
-        keys,
-        sums,
+        *made,
         size,
         logits.stride(0),
         count // rows.seed.shape[0],
@@ -204,48 +271,80 @@ def best_triton(
         TOPK=topk,
         SCALED=scaled,
         NOISE=noise,
-        MAPPED=mapped,
+        MAPPED=ids is not None,
         TILE=TILE,
         **turns(logits),
     )
-    _draw_row_kernel[(count,)](
-        keys,
-        sums,
-        columns,
+    return made
+
+
+def _finish(
+    tiles: Tiles,
+    ids: torch.Tensor | None,
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+    target: torch.Tensor | None = None,
+) -> None:
+    """Write rows' best into tokens and scores, the latter for topk > 1; see the kernel."""
+    keys = tiles.keys
+    width = 0 if source is None else source.shape[1]
+    _draw_row_kernel[(keys.shape[0], max(1, triton.cdiv(width, COLUMNS)))](
+        *tiles,
+        keys if ids is None else ids,
+        keys if slots is None else slots,
         tokens,
         scores,
-        tiles,
-        TOPK=topk,
-        MAPPED=mapped,
-        TILES=block_of(tiles),
-        BLOCK=block_of(tiles * topk),
-        **turns(logits),
+        keys if source is None else source,
+        keys if target is None else target,
+        keys.shape[1],
+        tokens.stride(0),
+        0 if source is None else source.stride(0),
+        width,
+        MAPPED=ids is not None,
+        SLOTTED=slots is not None,
+        COLUMNS=COLUMNS,
+        **tiles.blocks,
+        **turns(keys),
     )
-    return tokens, scores
 
 
-def candidates(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    topk: int,
-    rows: SamplingRows,
-    index: torch.Tensor,
-    ahead: int,
-    *,
-    sampled: bool,
-    noise: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best topk target ids int64[R, topk] and their log scores, of draft logits [R, Vd].
+def draw_into_triton(scored: Scored, out: torch.Tensor) -> None:
+    """See `draw_into`."""
+    tiles = tiles_of(scored)
+    _finish(tiles, scored.ids, out, tiles.sums)
 
-    `ids` int64[Vd] are the columns' tokens; `rows` and `index` have R rows, or one for every so
-    many; the token to draw stands at `index + ahead`. With noise the score is the log-softmax of
-    the perturbed logits: it ranks nodes by how surely the target, under the same noise, draws them.
-    The scores of topk 1 are zeros.
-    """
-    if runs_kernels(logits):
-        shared = sampled and noise
-        return best_triton(logits, ids, topk, rows, index, ahead, scaled=sampled, noise=shared)
-    return candidates_reference(logits, ids, topk, rows, index, ahead, sampled=sampled, noise=noise)
+
+def draw_into_reference(scored: Scored, out: torch.Tensor) -> None:
+    """See `draw_into`."""
+    out.copy_(candidates(scored)[0][:, 0])
+
+
+def draw_into(scored: Scored, out: torch.Tensor) -> None:
+    """Write each row's best token into `out` int64[R], of any stride; topk is 1."""
+    run = draw_into_triton if runs_kernels(out) else draw_into_reference
+    run(scored, out)
+
+
+def keep_best_triton(scored: Scored, slots: torch.Tensor, kept: Kept, hidden: torch.Tensor) -> None:
+    """See `keep_best`."""
+    into = (kept.tokens, kept.scores, slots.contiguous(), hidden, kept.hidden)
+    _finish(tiles_of(scored), scored.ids, *into)
+
+
+def keep_best_reference(
+    scored: Scored, slots: torch.Tensor, kept: Kept, hidden: torch.Tensor
+) -> None:
+    """See `keep_best`."""
+    for whole, rows in zip(kept, (hidden, *candidates(scored)), strict=True):
+        whole[slots] = rows
+
+
+def keep_best(scored: Scored, slots: torch.Tensor, kept: Kept, hidden: torch.Tensor) -> None:
+    """Write rows' candidates and states `hidden` [R, F] into rows `slots` int64[R] of `kept`."""
+    run = keep_best_triton if runs_kernels(slots) else keep_best_reference
+    run(scored, slots, kept, hidden)
 
 
 def draw(
@@ -269,7 +368,10 @@ def draw(
         each, _ = _each(logits.shape[0], rows, index, ahead)
         logits = filter_logits(scale(logits, each), each)
     scaled = sampled and not filtered
-    return best_triton(logits, None, 1, rows, index, ahead, scaled=scaled, noise=sampled)[0][:, 0]
+    tiles = _tiles(logits, None, 1, rows, index, ahead, scaled=scaled, noise=sampled)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    _finish(tiles, None, tokens, tiles.sums)
+    return tokens
 
 
 def _each(

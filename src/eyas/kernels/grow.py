@@ -1,56 +1,31 @@
-"""One level of a draft tree's growth, in one launch.
+"""One level of a draft tree's growth, in the launch that follows the logits' tiles.
 
 Trees are EAGLE-2's (arXiv 2406.16858, section 4). Candidates of a request lie in a pool, level by
-level: `topk` of the first, then `topk * topk` a level, children of the frontier in its order.
-Kernel and reference agree exactly.
+level: `topk` of the first, then `topk * topk` a level, children of the frontier in its order. Given
+the same scores kernel and reference agree exactly; ties go to the lower index.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from eyas.kernels.begin import Frontier, blocks_of, new_frontier
+from eyas.kernels.draw import COLUMNS, Scored, candidates, tiles_of
 from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns
-from eyas.kernels.order import key_of, number_of, without
-from eyas.kernels.tree import Pool, int64s
-
-
-class Frontier(NamedTuple):
-    """Nodes that grow next, [B, topk] each."""
-
-    tokens: torch.Tensor
-    scores: torch.Tensor
-    pool_index: torch.Tensor
-    bits: torch.Tensor
-    """int64: ancestors among the draft rows written so far, own row included."""
-    positions: torch.Tensor
-    """int64: rotary positions."""
-    rows: torch.Tensor
-    """int64: row, of the last pass, of each node's parent; there, B * topk rows."""
-
-
-def first_pool(tokens: torch.Tensor, scores: torch.Tensor, steps: int) -> Pool:
-    """The pool of a tree of `steps` levels, the first of which is tokens, scores [B, topk]."""
-    count, topk = tokens.shape
-    size = topk + (steps - 1) * topk * topk
-    pool = Pool(
-        tokens.new_empty(count, size), scores.new_empty(count, size), tokens.new_empty(count, size)
-    )
-    pool.tokens[:, :topk], pool.scores[:, :topk] = tokens, scores
-    pool.parents[:, :topk].fill_(-1)
-    return pool
+from eyas.kernels.order import key_of, number_of, score_of, without
+from eyas.kernels.tree import Pool
 
 
 def advance_reference(
-    tokens: torch.Tensor,
-    scores: torch.Tensor,
+    scored: Scored,
     frontier: Frontier,
     pool: Pool,
     prefix_lens: torch.Tensor,
+    states: torch.Tensor,
     step: int,
 ) -> Frontier:
     """See `advance`."""
+    tokens, scores = candidates(scored)
     num_requests, topk = frontier.tokens.shape
     base = topk + (step - 1) * topk * topk
     total = (scores.view(num_requests, topk, topk) + frontier.scores[:, :, None]).flatten(1)
@@ -68,18 +43,53 @@ def advance_reference(
         pool_index=best + base,
         bits=frontier.bits.gather(1, parent) | own,
         positions=(prefix_lens + step)[:, None].expand(-1, topk),
-        rows=first_row + parent,
+        hidden=states.index_select(0, (first_row + parent).flatten()),
     )
 
 
 @triton.jit
-def _tree_advance_kernel(  # type: ignore[no-untyped-def]
-    tokens_ptr,
-    scores_ptr,
+def _children(  # type: ignore[no-untyped-def]
+    keys_ptr, sums_ptr, from_scores_ptr, first, tiles,
+    TOPK: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys [LANES, LANES] by score and child number, and columns, of a request's children.
+
+    A node's are those of a row, best first; `first` is the request's first row.
+    """
+    lane, one = tl.arange(0, LANES), tl.arange(0, BLOCK)
+    row, used = (first + lane)[:, None], (lane < TOPK)[:, None]
+    lowest = -0x8000000000000000
+    there = used & (one < tiles * TOPK)[None, :]
+    keys = tl.load(keys_ptr + row * tiles * TOPK + one[None, :], there, lowest)
+    tile = tl.arange(0, TILES)
+    there = used & (tile < tiles)[None, :]
+    tops = tl.load(keys_ptr + (row * tiles + tile[None, :]) * TOPK, there, lowest)
+    sums = tl.load(sums_ptr + row * tiles + tile[None, :], there, 0.0)
+    top = score_of(tl.max(keys, 1))
+    parts = tl.where(there, sums * tl.exp(score_of(tops) - top[:, None]), 0.0)
+    log_sum = top + tl.log(tl.sum(parts, 1))
+    above = tl.load(from_scores_ptr + first + lane, lane < TOPK, 0.0)
+    columns = tl.zeros([LANES, LANES], tl.int32)
+    scores = tl.zeros([LANES, LANES], tl.float32)
+    for k in tl.static_range(TOPK):
+        best = tl.max(keys, 1)
+        keys = without(keys, keys == best[:, None])
+        here = (lane == k)[None, :]
+        columns = tl.where(here, number_of(best)[:, None], columns)
+        scores = tl.where(here, (score_of(best) - log_sum + above)[:, None], scores)
+    return scores, columns
+
+
+@triton.jit
+def _tree_level_kernel(  # type: ignore[no-untyped-def]
+    keys_ptr,
+    sums_ptr,
+    ids_ptr,
     from_scores_ptr,
     from_index_ptr,
     from_bits_ptr,
     prefix_ptr,
+    states_ptr,
     pool_tokens_ptr,
     pool_scores_ptr,
     pool_parents_ptr,
@@ -88,98 +98,118 @@ def _tree_advance_kernel(  # type: ignore[no-untyped-def]
     to_index_ptr,
     to_bits_ptr,
     to_positions_ptr,
-    to_rows_ptr,
+    to_hidden_ptr,
+    tiles,
     pool_size,
     base,
     step,
+    states_stride,
+    width,
     TOPK: tl.constexpr,
+    LANES: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (request): its children into the pool, the best into the next frontier."""
+    """Program (request, block of the states): its best children, and the states they grow from.
+
+    The first block's also writes: children into the pool, the best into the next frontier.
+    """
     take_turn(EARLY)
-    request, lane = tl.program_id(0), tl.arange(0, BLOCK)
-    used = lane < TOPK
+    request, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    used, first = lane < TOPK, request * TOPK
     inside, child = used[:, None] & used[None, :], lane[:, None] * TOPK + lane[None, :]
-    first = request * TOPK
-    tokens = tl.load(tokens_ptr + first * TOPK + child, inside, 0)
-    scores = tl.load(scores_ptr + first * TOPK + child, inside, 0.0)
-    scores += tl.load(from_scores_ptr + first + lane, used, 0.0)[:, None]
-    place = request.to(tl.int64) * pool_size + base + child
-    parents = tl.load(from_index_ptr + first + lane, used, 0)
-    tl.store(pool_tokens_ptr + place, tokens, inside)
-    tl.store(pool_scores_ptr + place, scores, inside)
-    tl.store(pool_parents_ptr + place, parents[:, None] + child * 0, inside)
+    scores, columns = _children(
+        keys_ptr, sums_ptr, from_scores_ptr, first, tiles, TOPK, LANES, TILES, BLOCK
+    )
     keys = without(key_of(scores, child), ~inside)
-    chosen = tl.zeros([BLOCK], tl.int32)
+    chosen = tl.zeros([LANES], tl.int32)
+    total = tl.zeros([LANES], tl.float32)
+    number = tl.zeros([LANES], tl.int32)
     for k in tl.static_range(TOPK):
         best = tl.max(tl.max(keys, 1), 0)
-        keys = without(keys, keys == best)
+        taken = keys == best
+        column = tl.sum(tl.sum(tl.where(taken, columns, 0), 1), 0)
+        keys = without(keys, taken)
         chosen = tl.where(lane == k, number_of(best), chosen)
-    parent = chosen // TOPK
-    total = tl.load(scores_ptr + first * TOPK + chosen, used, 0.0)
-    total += tl.load(from_scores_ptr + first + parent, used, 0.0)
-    bits = tl.load(from_bits_ptr + first + parent, used, 0)
-    own = (lane * 0 + 1).to(tl.int64) << (step * TOPK + lane).to(tl.int64)
-    prefix = tl.load(prefix_ptr + request)
-    to = first + lane
-    tl.store(to_tokens_ptr + to, tl.load(tokens_ptr + first * TOPK + chosen, used, 0), used)
-    tl.store(to_scores_ptr + to, total, used)
-    tl.store(to_index_ptr + to, (chosen + base).to(tl.int64), used)
-    tl.store(to_bits_ptr + to, bits | own, used)
-    tl.store(to_positions_ptr + to, prefix + step + lane * 0, used)
-    tl.store(to_rows_ptr + to, (first + parent).to(tl.int64), used)
+        total = tl.where(lane == k, score_of(best), total)
+        number = tl.where(lane == k, column, number)
+    parent = first + chosen // TOPK
+    place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    copied = used[:, None] & (place < width)[None, :]
+    states = tl.load(states_ptr + parent[:, None] * states_stride + place[None, :], copied)
+    tl.store(to_hidden_ptr + (first + lane)[:, None] * width + place[None, :], states, copied)
+    if tl.program_id(1) == 0:
+        into = request * pool_size + base + child
+        parents = tl.load(from_index_ptr + first + lane, used, 0)
+        tl.store(pool_tokens_ptr + into, tl.load(ids_ptr + columns, inside, 0), inside)
+        tl.store(pool_scores_ptr + into, scores, inside)
+        tl.store(pool_parents_ptr + into, parents[:, None] + child * 0, inside)
+        bits = tl.load(from_bits_ptr + parent, used, 0)
+        own = (lane * 0 + 1).to(tl.int64) << (step * TOPK + lane).to(tl.int64)
+        to = first + lane
+        tl.store(to_tokens_ptr + to, tl.load(ids_ptr + number, used, 0), used)
+        tl.store(to_scores_ptr + to, total, used)
+        tl.store(to_index_ptr + to, (chosen + base).to(tl.int64), used)
+        tl.store(to_bits_ptr + to, bits | own, used)
+        tl.store(to_positions_ptr + to, tl.load(prefix_ptr + request) + step + lane * 0, used)
 
 
 def advance_triton(
-    tokens: torch.Tensor,
-    scores: torch.Tensor,
+    scored: Scored,
     frontier: Frontier,
     pool: Pool,
     prefix_lens: torch.Tensor,
+    states: torch.Tensor,
     step: int,
 ) -> Frontier:
     """See `advance`."""
-    requests, topk = frontier.tokens.shape
-    to_tokens, index, bits, positions, rows = int64s(5, tokens, requests, topk)
-    made = Frontier(to_tokens, torch.empty_like(frontier.scores), index, bits, positions, rows)
-    _tree_advance_kernel[(requests,)](
-        tokens,
-        scores,
-        frontier.scores.contiguous(),
-        frontier.pool_index.contiguous(),
-        frontier.bits.contiguous(),
+    tiles, (count, topk) = tiles_of(scored), frontier.tokens.shape
+    made = new_frontier(frontier.scores, count, topk, states)
+    _tree_level_kernel[(count, blocks_of(states.shape[1]))](
+        *tiles,
+        scored.ids,
+        frontier.scores,
+        frontier.pool_index,
+        frontier.bits,
         prefix_lens,
+        states,
         *pool,
         *made,
+        tiles.keys.shape[1],
         pool.scores.shape[1],
         topk + (step - 1) * topk * topk,
         step,
-        TOPK=topk,
-        BLOCK=block_of(topk),
-        num_warps=1,
-        **turns(tokens),
+        states.stride(0),
+        states.shape[1],
+        LANES=block_of(topk),
+        COLUMNS=COLUMNS,
+        **tiles.blocks,
+        **turns(states),
     )
     return made
 
 
 def advance(
-    tokens: torch.Tensor,
-    scores: torch.Tensor,
+    scored: Scored,
     frontier: Frontier,
     pool: Pool,
     prefix_lens: torch.Tensor,
+    states: torch.Tensor,
     step: int,
 ) -> Frontier:
     """The `topk` best children of a frontier; all of them go to their level's place in the pool.
 
-    tokens int64 and scores float32 [B * topk, topk]: candidates of each frontier node, whose
-    scores are added. The next frontier runs at `prefix_lens + step`; ties go to the lower index.
+    `scored` are the B * topk frontier nodes' logits; their candidates' scores are added to the
+    nodes'. The next frontier runs at `prefix_lens + step`, each node fed its parent's row of states
+    [B * topk, F].
     """
-    run = advance_triton if runs_kernels(tokens) else advance_reference
-    return run(tokens, scores, frontier, pool, prefix_lens, step)
+    run = advance_triton if runs_kernels(states) else advance_reference
+    return run(scored, frontier, pool, prefix_lens, states, step)
 
 
-def cost(requests: int, topk: int) -> tuple[int, int]:
-    """(integer operations, bytes) of a level."""
-    return requests * topk**2 * (topk + 2), requests * (36 * topk**2 + 64 * topk)
+def cost(requests: int, topk: int, tiles: int, state_bytes: int) -> tuple[int, int]:
+    """(integer operations, bytes) of a level, behind its tiles; states of so many bytes a node."""
+    read, wrote = 8 * tiles * topk + state_bytes, 36 * topk + 64 + state_bytes
+    return requests * topk * tiles * topk * (topk + 2), requests * topk * (read + wrote)

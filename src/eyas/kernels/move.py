@@ -36,8 +36,19 @@ def _flat(table_ptr, index, columns, page_size, there):  # type: ignore[no-untyp
 
 
 @triton.jit
+def _move(base, source, target, moves, dim, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Entries of a layer and head from `source` to `target`, where something moves."""
+    lane = tl.arange(0, BLOCK)
+    there = moves[:, None] & (lane < dim)[None, :]
+    entries = tl.load(base + source[:, None] * dim + lane[None, :], there)
+    tl.debug_barrier()
+    tl.store(base + target[:, None] * dim + lane[None, :], entries, there)
+
+
+@triton.jit
 def _move_kv_kernel(  # type: ignore[no-untyped-def]
-    pool_ptr,
+    k_ptr,
+    v_ptr,
     table_ptr,
     kv_lens_ptr,
     path_ptr,
@@ -45,27 +56,28 @@ def _move_kv_kernel(  # type: ignore[no-untyped-def]
     places,
     columns,
     page_size,
-    head_stride,
-    dim,
+    heads,
+    k_stride,
+    v_stride,
+    k_dim,
+    v_dim,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (request, layer and KV head)."""
+    """Program (request, layer and KV head): of the keys the first `heads`, then of the values."""
     take_turn(EARLY)
     request, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kv_len, count = tl.load(kv_lens_ptr + request), tl.load(counts_ptr + request)
-    table = table_ptr + request * columns
-    place, lane = tl.arange(0, PLACES), tl.arange(0, BLOCK)
+    table, place = table_ptr + request * columns, tl.arange(0, PLACES)
     node = tl.load(path_ptr + request * places + place, place < places, 0)
     moves = (place < count) & (node != place)
     source = _flat(table, kv_len + node, columns, page_size, moves)
     target = _flat(table, kv_len + place, columns, page_size, moves)
-    base = pool_ptr + head * head_stride + lane[None, :]
-    there = moves[:, None] & (lane < dim)[None, :]
-    entries = tl.load(base + source[:, None] * dim, there)
-    tl.debug_barrier()
-    tl.store(base + target[:, None] * dim, entries, there)
+    if head < heads:
+        _move(k_ptr + head * k_stride, source, target, moves, k_dim, BLOCK)
+    else:
+        _move(v_ptr + (head - heads) * v_stride, source, target, moves, v_dim, BLOCK)
 
 
 def keep_path_triton(
@@ -76,23 +88,27 @@ def keep_path_triton(
     counts: torch.Tensor,
 ) -> None:
     """See `keep_path`."""
-    for tensor in pool.kept:
-        layers, heads, _, dim = tensor.shape
-        _move_kv_kernel[(path.shape[0], layers * heads)](
-            tensor,
-            page_table,
-            kv_lens,
-            path,
-            counts,
-            path.shape[1],
-            page_table.shape[1],
-            pool.page_size,
-            tensor.stride(1),
-            dim,
-            PLACES=block_of(path.shape[1]),
-            BLOCK=block_of(dim),
-            **turns(tensor),
-        )
+    keys, values = pool.kept[0], pool.kept[-1]
+    heads = keys.shape[0] * keys.shape[1]
+    dims = (keys.shape[3], values.shape[3])
+    _move_kv_kernel[(path.shape[0], len(pool.kept) * heads)](
+        keys,
+        values,
+        page_table,
+        kv_lens,
+        path,
+        counts,
+        path.shape[1],
+        page_table.shape[1],
+        pool.page_size,
+        heads,
+        keys.stride(1),
+        values.stride(1),
+        *dims,
+        PLACES=block_of(path.shape[1]),
+        BLOCK=block_of(max(dims)),
+        **turns(keys),
+    )
 
 
 def keep_path(

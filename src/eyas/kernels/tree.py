@@ -21,8 +21,9 @@ class Nodes(NamedTuple):
     """Trees, int64[B, N] each."""
 
     tokens: torch.Tensor
+    positions: torch.Tensor
+    """Where nodes stand in their sequences; the root's is the committed KV length."""
     parents: torch.Tensor
-    depths: torch.Tensor
     ancestors: torch.Tensor
 
 
@@ -34,19 +35,16 @@ class Pool(NamedTuple):
     parents: torch.Tensor
 
 
-def chain_reference(roots: torch.Tensor, drafts: torch.Tensor) -> Nodes:
-    """See `chain`."""
-    tokens = torch.cat((roots[:, None], drafts), dim=1)
-    depths = torch.arange(tokens.shape[1], device=tokens.device)
-    bits = (torch.ones_like(depths) << (depths + 1)) - 1
-    parents = (depths - 1).clamp(min=0)
-    return Nodes(tokens, *(x.expand_as(tokens) for x in (parents, depths, bits)))
-
-
-def tree(roots: torch.Tensor, drafts: torch.Tensor, parents: torch.Tensor, depth: int) -> Nodes:
+def tree(
+    roots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    drafts: torch.Tensor,
+    parents: torch.Tensor,
+    depth: int,
+) -> Nodes:
     """Trees from roots int64[B], drafts int64[B, N-1] and their parents' node index int64[B, N-1].
 
-    A parent's index must be lower than its child's.
+    Roots stand at kv_lens int64[B]. A parent's index must be lower than its child's.
     """
     tokens = torch.cat((roots[:, None], drafts), dim=1)
     parents = torch.cat((torch.zeros_like(roots)[:, None], parents), dim=1)
@@ -54,7 +52,8 @@ def tree(roots: torch.Tensor, drafts: torch.Tensor, parents: torch.Tensor, depth
     ancestors = own
     for _ in range(depth):
         ancestors = own | ancestors.gather(1, parents)
-    return Nodes(tokens, parents, popcount(ancestors) - 1, ancestors)
+    positions = kv_lens[:, None] + popcount(ancestors) - 1
+    return Nodes(tokens, positions, parents, ancestors)
 
 
 def popcount(bits: torch.Tensor) -> torch.Tensor:
@@ -80,46 +79,25 @@ def select_nodes(
     return chosen, torch.where(wanted < 0, 0, place)
 
 
-def plant_reference(roots: torch.Tensor, pool: Pool, count: int, depth: int) -> Nodes:
+def plant_reference(
+    roots: torch.Tensor, kv_lens: torch.Tensor, pool: Pool, count: int, depth: int
+) -> Nodes:
     """See `plant`."""
     chosen, nodes = select_nodes(pool.scores, pool.parents, count - 1)
-    return tree(roots, pool.tokens.gather(1, chosen), nodes, depth)
-
-
-@triton.jit
-def _tree_chain_kernel(  # type: ignore[no-untyped-def]
-    roots_ptr,
-    drafts_ptr,
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    ancestors_ptr,
-    nodes,
-    NODES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Program (request)."""
-    take_turn(EARLY)
-    request, node = tl.program_id(0), tl.arange(0, NODES)
-    inside, row = node < nodes, request * nodes + node
-    drafts = tl.load(drafts_ptr + request * (nodes - 1) + node - 1, inside & (node > 0), 0)
-    tl.store(tokens_ptr + row, tl.where(node == 0, tl.load(roots_ptr + request), drafts), inside)
-    tl.store(parents_ptr + row, tl.maximum(node - 1, 0).to(tl.int64), inside)
-    tl.store(depths_ptr + row, node.to(tl.int64), inside)
-    own = (node * 0 + 1).to(tl.int64) << node.to(tl.int64)
-    tl.store(ancestors_ptr + row, own | (own - 1), inside)
+    return tree(roots, kv_lens, pool.tokens.gather(1, chosen), nodes, depth)
 
 
 @triton.jit
 def _tree_plant_kernel(  # type: ignore[no-untyped-def]
     roots_ptr,
+    kv_lens_ptr,
     pool_tokens_ptr,
     pool_scores_ptr,
     pool_parents_ptr,
     place_ptr,
     tokens_ptr,
+    positions_ptr,
     parents_ptr,
-    depths_ptr,
     ancestors_ptr,
     pool_size,
     nodes,
@@ -165,7 +143,7 @@ def _tree_plant_kernel(  # type: ignore[no-untyped-def]
         deeper = 1 + tl.sum(tl.where(goes, depths[None, :], 0), 1)
         depths = tl.where(node > 0, deeper, 0)
     tl.store(ancestors_ptr + row + node, ancestors, there)
-    tl.store(depths_ptr + row + node, depths.to(tl.int64), there)
+    tl.store(positions_ptr + row + node, tl.load(kv_lens_ptr + request) + depths, there)
 
 
 def int64s(count: int, like: torch.Tensor, *shape: int) -> list[torch.Tensor]:
@@ -173,24 +151,16 @@ def int64s(count: int, like: torch.Tensor, *shape: int) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=torch.int64, device=like.device) for _ in range(count)]
 
 
-def chain_triton(roots: torch.Tensor, drafts: torch.Tensor) -> Nodes:
-    """See `chain`."""
-    requests, nodes = drafts.shape[0], drafts.shape[1] + 1
-    made = Nodes(*int64s(4, roots, requests, nodes))
-    drafts = drafts.contiguous()
-    _tree_chain_kernel[(requests,)](
-        roots, drafts, *made, nodes, NODES=block_of(nodes), num_warps=1, **turns(roots)
-    )
-    return made
-
-
-def plant_triton(roots: torch.Tensor, pool: Pool, count: int, depth: int) -> Nodes:
+def plant_triton(
+    roots: torch.Tensor, kv_lens: torch.Tensor, pool: Pool, count: int, depth: int
+) -> Nodes:
     """See `plant`."""
     requests, size = pool.scores.shape
     made = Nodes(*int64s(4, roots, requests, count))
     places = torch.empty(requests, size, dtype=torch.int32, device=roots.device)
     _tree_plant_kernel[(requests,)](
         roots,
+        kv_lens,
         *pool,
         places,
         *made,
@@ -205,18 +175,13 @@ def plant_triton(roots: torch.Tensor, pool: Pool, count: int, depth: int) -> Nod
     return made
 
 
-def chain(roots: torch.Tensor, drafts: torch.Tensor) -> Nodes:
-    """Chains from roots int64[B] and drafts int64[B, K]: node n's parent is n - 1."""
-    return (chain_triton if runs_kernels(roots) else chain_reference)(roots, drafts)
-
-
-def plant(roots: torch.Tensor, pool: Pool, count: int, depth: int) -> Nodes:
+def plant(roots: torch.Tensor, kv_lens: torch.Tensor, pool: Pool, count: int, depth: int) -> Nodes:
     """Trees of `count` nodes, the roots int64[B] and the pool's best; see `select_nodes`.
 
-    `depth` bounds the nodes' depths.
+    Roots stand at kv_lens int64[B]; `depth` bounds the nodes' depths.
     """
     run = plant_triton if runs_kernels(roots) else plant_reference
-    return run(roots, pool, count, depth)
+    return run(roots, kv_lens, pool, count, depth)
 
 
 def cost(requests: int, pool_size: int, nodes: int) -> tuple[int, int]:

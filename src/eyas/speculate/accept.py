@@ -19,4 +19,4 @@ def accept(draft: Draft, drawn: torch.Tensor, slots: Slots) -> Settled:
 
     Moves the slots' rows forward: tokens behind the roots, new roots, longer KV.
     """
-    return settle(draft.tokens, draft.parents, drawn, draft.depth, draft.is_chain, slots)
+    return settle(draft.tokens, draft.parents, drawn, draft.depth, slots)

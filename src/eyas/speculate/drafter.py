@@ -53,6 +53,8 @@ class Committed:
     """[B, M, num_aux * E]: target states at each row's position."""
     counts: torch.Tensor
     """int64[B]: rows that count, at least 1."""
+    kv_lens: torch.Tensor
+    """int64[B]: committed KV length with them."""
 
 
 class Drafter(Protocol):
@@ -81,7 +83,8 @@ class NoDrafter:
 
     def propose(self, context: DraftContext) -> Draft:
         """The root."""
-        return chain_draft(context.roots, context.roots.new_zeros(context.roots.shape[0], 0))
+        tokens, positions = context.roots[:, None], context.kv_lens[:, None]
+        return Draft(tokens=tokens, positions=positions, depth=0)
 
     def update(self, context: DraftContext, committed: Committed, mode: ForwardMode) -> None:
         """Nothing to keep."""
@@ -118,7 +121,7 @@ class NGramDrafter:
         period = (last - best).clamp(min=1)
         steps = torch.arange(self.num_drafts, device=text.device)
         drafts = text.gather(1, (best + 1 + steps % period).clamp(max=width - 1))
-        return chain_draft(context.roots, drafts)
+        return chain_draft(context.roots, context.kv_lens, drafts)
 
     def update(self, context: DraftContext, committed: Committed, mode: ForwardMode) -> None:
         """The history is all it needs."""

@@ -62,7 +62,7 @@ class Eagle3Drafter:
 
     def propose(self, context: DraftContext) -> Draft:
         """Grow the tree one level a pass from the kept candidates."""
-        return self.growth.grow(context, context.kv_lens)
+        return self.growth.grow(context)
 
     def update(self, context: DraftContext, committed: Committed, mode: ForwardMode) -> None:
         """Extend the drafter's KV over the committed rows; keep the next first candidates."""
@@ -83,7 +83,7 @@ class Eagle3Drafter:
         states = self._forward(network, batch, fused)
         normed, fed_back = take_rows(committed.counts, *states, step=count, offset=-1)
         logits = self._drafting(normed.shape[0]).score(normed, self.target.logits)
-        self.growth.start(context, committed.counts, logits, fed_back)
+        self.growth.start(context, committed.kv_lens, logits, fed_back)
 
     def _draft(
         self, batch: ForwardBatch, fed_back: torch.Tensor

@@ -13,11 +13,12 @@ import torch
 
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
-from eyas.kernels.draw import candidates
-from eyas.kernels.grow import Frontier, advance, first_pool
-from eyas.kernels.rows import put_rows, take_rows
+from eyas.kernels.begin import Frontier, begin_chain, begin_tree
+from eyas.kernels.draw import Kept, Scored, draw_into, keep_best
+from eyas.kernels.grow import advance
+from eyas.kernels.tree import Pool
 from eyas.speculate.drafter import DraftContext
-from eyas.speculate.tree import Draft, best_draft, chain_draft
+from eyas.speculate.tree import Draft, best_draft
 
 
 class DraftPass(Protocol):
@@ -41,110 +42,98 @@ class Growth:
         target_ids: torch.Tensor,
         config: SpeculationConfig,
         hidden: torch.Tensor,
+        ahead: int = 0,
     ) -> None:
-        """`target_ids` int64[Vd] maps a logit's column to its token; `hidden` is zeros [S, F]."""
-        self._run, self.target_ids, self.config = run, target_ids, config
-        slots, device = hidden.shape[0], hidden.device
-        self.hidden = hidden
-        self.tokens = torch.zeros(slots, config.eagle_topk, dtype=torch.int64, device=device)
-        self.scores = torch.zeros(slots, config.eagle_topk, device=device)
-        self._lanes = torch.arange(config.eagle_topk, device=device)
-        self._own = torch.ones_like(self._lanes) << self._lanes
+        """`target_ids` int64[Vd] maps a logit's column to its token; `hidden` is zeros [S, F].
+
+        Drafts build on the committed entries and `ahead` more, and are written behind them.
+        """
+        self._run, self.target_ids, self.config, self._ahead = run, target_ids, config, ahead
+        slots, topk = hidden.shape[0], config.eagle_topk
+        tokens = torch.zeros(slots, topk, dtype=torch.int64, device=hidden.device)
+        self.kept = Kept(hidden, tokens, torch.zeros(slots, topk, device=hidden.device))
 
     def start(
         self,
         context: DraftContext,
-        counts: torch.Tensor,
+        kv_lens: torch.Tensor,
         logits: torch.Tensor,
         hidden: torch.Tensor,
     ) -> None:
-        """Keep the candidates behind the next root, which stands `counts` int64[B] further on.
+        """Keep the candidates behind the next root, which stands at kv_lens int64[B].
 
         logits [B, Vd] and the fed-back state `hidden` [B, F] are those of the row that draws them.
         """
-        index = context.kv_lens + counts if context.sampled else counts
-        tokens, scores = self._candidates(logits, context, index, 1)
-        kept = (self.hidden, self.tokens, self.scores)
-        put_rows(context.slots, kept, (hidden, tokens, scores))
+        keep_best(self._scored(logits, context, kv_lens, 1), context.slots, self.kept, hidden)
 
-    def grow(self, context: DraftContext, prefix_lens: torch.Tensor) -> Draft:
+    def grow(self, context: DraftContext) -> Draft:
         """Grow the tree one level a pass from the kept candidates.
 
-        Draft rows are written behind `prefix_lens` int64[B], the entries that all of them see; a
-        row's position is that of its level behind them.
+        A row's position is that of its level behind the entries that all rows see.
         """
-        kept = take_rows(context.slots, self.hidden, self.tokens, self.scores)
+        prefix_lens = context.kv_lens + self._ahead if self._ahead else context.kv_lens
         grow = self._chain if self.config.eagle_topk == 1 else self._tree
-        return grow(context, prefix_lens, *kept)
+        return grow(context, prefix_lens)
 
-    def _chain(
-        self,
-        context: DraftContext,
-        prefix_lens: torch.Tensor,
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> Draft:
+    def _chain(self, context: DraftContext, prefix_lens: torch.Tensor) -> Draft:
         """A tree of width 1: every row's child is its likeliest token."""
-        drafts = [tokens]
-        for step in range(1, self.config.num_steps):
-            positions = prefix_lens + (step - 1) if step > 1 else prefix_lens
-            logits, hidden = self._pass(context, prefix_lens, tokens, positions, hidden, step)
-            tokens, _ = self._candidates(logits, context, context.kv_lens, step + 1)
-            drafts.append(tokens)
-        return chain_draft(context.roots, torch.cat(drafts, dim=1))
+        depth = self.config.num_steps
+        given = (context.slots, context.roots, context.kv_lens, self.kept)
+        tokens, positions, hidden = begin_chain(*given, depth + 1)
+        for step in range(1, depth):
+            where = positions[:, step - 1 + self._ahead]
+            batch = self._batch(context, prefix_lens, tokens[:, step : step + 1], where, step)
+            logits, hidden = self._run(batch, hidden)
+            self._draw(context, logits, step, tokens[:, step + 1])
+        return Draft(tokens=tokens, positions=positions, depth=depth)
 
-    def _tree(
+    def _tree(self, context: DraftContext, prefix_lens: torch.Tensor) -> Draft:
+        """Every level's nodes are the best children of the last level's."""
+        config = self.config
+        frontier, pool = begin_tree(context.slots, prefix_lens, self.kept, config.num_steps)
+        for step in range(1, config.num_steps):
+            where = frontier.positions.flatten()
+            batch = self._batch(context, prefix_lens, frontier.tokens, where, step, frontier.bits)
+            found = self._run(batch, frontier.hidden)
+            frontier = self._advance(context, found, frontier, pool, prefix_lens, step)
+        given = (context.roots, context.kv_lens, pool)
+        return best_draft(*given, config.num_draft_tokens, config.depth)
+
+    def _draw(
+        self, context: DraftContext, logits: torch.Tensor, step: int, tokens: torch.Tensor
+    ) -> None:
+        """Write the likeliest tokens behind the nodes of a chain's step into tokens int64[B]."""
+        draw_into(self._scored(logits, context, context.kv_lens, step + 1), tokens)
+
+    def _advance(
         self,
         context: DraftContext,
+        found: tuple[torch.Tensor, torch.Tensor],
+        frontier: Frontier,
+        pool: Pool,
         prefix_lens: torch.Tensor,
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> Draft:
-        """Every level's nodes are the best children of the last level's."""
-        steps, topk = self.config.num_steps, tokens.shape[1]
-        pool = first_pool(tokens, scores, steps)
-        frontier = Frontier(
-            tokens=tokens,
-            scores=scores,
-            pool_index=self._lanes.expand_as(tokens),
-            bits=self._own.expand_as(tokens),
-            positions=prefix_lens[:, None].expand_as(tokens),
-            rows=self._lanes,
-        )
-        hidden = hidden.repeat_interleave(topk, dim=0)
-        for step in range(1, steps):
-            logits, states = self._pass(
-                context,
-                prefix_lens,
-                frontier.tokens,
-                frontier.positions,
-                hidden,
-                step,
-                frontier.bits,
-            )
-            found = self._candidates(logits, context, context.kv_lens, step + 1)
-            frontier = advance(*found, frontier, pool, prefix_lens, step)
-            hidden = states.index_select(0, frontier.rows.flatten())
-        return best_draft(context.roots, pool, self.config.num_draft_tokens, self.config.depth)
+        step: int,
+    ) -> Frontier:
+        """A level of trees, of what its pass `found`; see `advance`."""
+        logits, states = found
+        scored = self._scored(logits, context, context.kv_lens, step + 1)
+        return advance(scored, frontier, pool, prefix_lens, states, step)
 
-    def _pass(
+    def _batch(
         self,
         context: DraftContext,
         prefix_lens: torch.Tensor,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        hidden: torch.Tensor,
         step: int,
         bits: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run rows of `tokens` int64[B, topk] over what was drafted; see `DraftPass`."""
+    ) -> ForwardBatch:
+        """Rows of `tokens` int64[B, topk] at positions int64[B * topk], over what was drafted."""
         topk = tokens.shape[1]
-        batch = ForwardBatch(
+        return ForwardBatch(
             mode=ForwardMode.DRAFT_DECODE,
             tokens=tokens.flatten(),
-            positions=positions.flatten(),
+            positions=positions,
             prefix_lens=prefix_lens,
             page_table=context.page_table,
             num_new=topk,
@@ -152,19 +141,18 @@ class Growth:
             ancestors=None if bits is None else bits.flatten(),
             tail_offset=(step - 1) * topk,
         )
-        return self._run(batch, hidden)
 
-    def _candidates(
+    def _scored(
         self, logits: torch.Tensor, context: DraftContext, index: torch.Tensor, ahead: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `candidates`."""
-        return candidates(
+    ) -> Scored:
+        """Logits as candidates' launches take them; see `Scored`."""
+        return Scored(
             logits,
             self.target_ids,
             self.config.eagle_topk,
             context.rows,
             index,
             ahead,
-            sampled=context.sampled,
-            noise=self.config.shared_noise,
+            context.sampled,
+            self.config.shared_noise,
         )

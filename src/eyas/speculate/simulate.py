@@ -42,9 +42,11 @@ def decree(
     uniform = torch.exp(-torch.exp(-gumbel_noise(rows.seed, kv_lens, depths)))
     passes = torch.cat((uniform < rates, torch.zeros_like(kv_lens, dtype=torch.bool)[:, None]), 1)
     nodes = torch.arange(drawn.shape[1], device=drawn.device)
-    child = (draft.parents[:, None, :] == nodes[:, None]) & (nodes > 0)
+    parents = (nodes - 1).clamp(min=0)[None] if draft.parents is None else draft.parents
+    child = ((parents[:, None, :] == nodes[:, None]) & (nodes > 0)).expand(len(drawn), -1, -1)
     first = child.long().argmax(2)
-    wanted = passes.gather(1, draft.depths.clamp(max=rates.shape[0])) & child.any(2)
+    depth = (draft.positions - kv_lens[:, None]).clamp(max=rates.shape[0])
+    wanted = passes.gather(1, depth) & child.any(2)
     taken = (drawn[:, :, None] == draft.tokens[:, None, :]).any(2)
     few = torch.arange(drawn.shape[1] + 1, device=drawn.device)
     carried = (draft.tokens[:, :, None] == few).any(1).long()

@@ -50,11 +50,11 @@ class StandaloneDrafter:
         self._last_token = model.config.vocab_size - 1
         self._shared = min(vocab_size, model.config.vocab_size)
         ids = torch.arange(self._shared, device=weight.device)
-        self.growth = Growth(self._draft, ids, speculation, weight.new_zeros(num_slots, 0))
+        self.growth = Growth(self._draft, ids, speculation, weight.new_zeros(num_slots, 0), ahead=1)
 
     def propose(self, context: DraftContext) -> Draft:
         """Grow the tree one level a pass behind the root's entry."""
-        return self.growth.grow(context, context.kv_lens + 1)
+        return self.growth.grow(context)
 
     def update(self, context: DraftContext, committed: Committed, mode: ForwardMode) -> None:
         """Extend the KV over the committed rows and the root; keep the next first candidates."""
@@ -75,7 +75,7 @@ class StandaloneDrafter:
         )
         [roots] = take_rows(committed.counts, self._forward(batch), step=count)
         logits = self._logits(roots)
-        self.growth.start(context, committed.counts, logits, roots[:, :0])
+        self.growth.start(context, committed.kv_lens, logits, roots[:, :0])
 
     def _draft(
         self, batch: ForwardBatch, fed_back: torch.Tensor

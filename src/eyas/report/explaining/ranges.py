@@ -135,7 +135,8 @@ def _drafter(wrapping: _Wrapping, drafter: Any) -> None:
     else:
         return
     _attention(wrapping, drafter.attention, drafter.pool)
-    wrapping.range(drafter.growth, "_candidates", SAMPLING, outer=True)
+    for name in ("start", "_draw", "_advance"):
+        wrapping.range(drafter.growth, name, SAMPLING, outer=True)
 
 
 def _decoder(wrapping: _Wrapping, network: Decoder) -> None:
