@@ -199,7 +199,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             DIM, WIDE, PAGE, kind.primitive_bitwidth // 8, LATENT,
         )  # fmt: skip
     await_turn(EARLY)
-    pass_turn(EARLY & (FOLD | MERGE))
+    pass_turn(EARLY & (FOLD | MERGE))  # else a program's end does: its merge needs the room
     column = head * GROUP + rows % GROUP
     cos_ptr, sin_ptr = cos_ptr + row0 * rope_stride, sin_ptr + row0 * rope_stride
     k_new_ptr += row0 * k_new_stride + head * DIM
@@ -260,7 +260,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 )
             stay = tl.where(done, 0.0, 1.0)[None, :]
             top, mass, acc = tl.where(done, FLOOR, top), mass * stay, acc * stay
-    pass_turn(EARLY & (not (FOLD | MERGE)))  # the merge shall find room everywhere
     finished, dims, now = True, tl.arange(0, SIZE_V), tl.sum(mass, 0)
     if FOLD:
         top, now, acc = fold(total_top, total_mass, total, top, now, acc, end > 0)

@@ -109,5 +109,6 @@ def _step_us(llm: LLM, timer: Timer) -> tuple[float, float]:
     if timer.device.type != "cuda":
         return wall, 0.0
     graph = engine.runner.graphs.get(GraphKey(1, False, False))
-    graph.slots.fill_(engine.runner.parts.state.dummy_slot)  # its row starts anew at every replay
+    with torch.inference_mode():  # the dummy slot's row starts anew at every replay
+        graph.slots.fill_(engine.runner.parts.state.dummy_slot)
     return timer.replay_us(graph.graph), wall

@@ -105,6 +105,23 @@ def test_spans_are_differences_that_add_up_to_the_undisturbed_cycle() -> None:
     assert found == pytest.approx({"host": 0.2, "draft": 0.3, "verify": 0.4, "collect": 0.1})
 
 
+def test_cycles_that_differ_leave_later_stages_as_they_are() -> None:
+    """Fault: twins whose verify passes touch other experts shift what begins behind them."""
+    look = timed(SPANS, WHOLE)
+    names = list(SPANS)
+    behind = names[names.index("verify") + 1 :]
+    for place, one in enumerate(look.timed):
+        name = next(reversed(one.begins))
+        more = (0.01 if name == "accept" else 0.004) * (place % 8 - 3.5)
+        begins = {n: ms + (more if n in behind else 0.0) for n, ms in one.begins.items()}
+        look.timed[place] = Timing(begins, one.ms + more)
+    whole = [Timing({"host": 0.0}, WHOLE + 0.02)] * 8
+    look.timed = [*whole, *(one for one in look.timed if len(one.begins) > 1)]
+    found = spans_of(look, False)
+    assert {n: found[n] for n in behind} == pytest.approx({n: SPANS[n] for n in behind})
+    assert sum(found.values()) == pytest.approx(WHOLE + 0.02)
+
+
 def test_kernels_that_take_longer_than_their_stage_overlap(tmp_path: Path) -> None:
     """Fault: neighbours that overlap in the real run make the parts more than the whole."""
     look = timed({"host": 0.001, "draft": 0.012, "verify": 0.085, "collect": 0.002}, 0.1)

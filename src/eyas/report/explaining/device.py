@@ -57,6 +57,8 @@ BLOCK, WARM = 8, 2
 """Cycles of a kind in turn, at least, and timed ones at the start of a turn that are left out."""
 SHARE = 4
 """A stage's beginning is looked at in one cycle for so many that are not watched, at least."""
+QUIETER = 3
+"""How many times less what follows must differ."""
 PROFILED, FIRST = 12, 3
 """Cycles under the profiler, and those at its start that are left out."""
 ACTIVITIES = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -331,16 +333,35 @@ def spans_of(timed: Timed, single: bool) -> dict[str, float]:
 
     What noise makes less than nothing is nothing, so that the sum may be more than the whole.
     """
-    begins: defaultdict[str, list[float]] = defaultdict(list)
+    begins: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for one in timed.timed:
         for name, ms in one.begins.items():
-            begins[name].append(ms)
+            begins[name].append((ms, one.ms))
     names = [name for name in (HOST, *STAGES[:-1]) if name in begins]
-    at = [_mean(begins[name]) for name in names] + [_mean([one.ms for one in timed.whole])]
+    whole = _mean([one.ms for one in timed.whole])
+    at = [_beginning(begins[name], whole) for name in names] + [whole]
     return {
         DECODE if single and name == VERIFY else name: max(0.0, end - start)
         for name, start, end in zip(names, at[:-1], at[1:], strict=True)
     }
+
+
+def _beginning(found: Sequence[tuple[float, float]], whole: float) -> float:
+    """When a stage begins, of (its beginning, the cycle's end) in ms.
+
+    Cycles differ, by the experts that they touch above all. Where what follows a beginning differs
+    far less than what lies before it, the beginning is told from the end, the node's cost in it.
+    """
+    before = [begin for begin, _ in found]
+    after = [end - begin for begin, end in found]
+    late = _spread(before) > QUIETER * _spread(after)
+    return whole - _mean(after) if late else _mean(before)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Of the half in the middle, in their unit."""
+    chosen = middle(values, lambda ms: ms)
+    return chosen[-1] - chosen[0]
 
 
 def _mean(values: Sequence[float]) -> float:
