@@ -145,6 +145,7 @@ class Bench:
             most_splits(self.layout.shape, self.model.heads // heads),
             2 * processors,
             self.workspace,
+            self.context,
         )
 
     def rows(self, num_new: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Rope]:

@@ -34,7 +34,7 @@ from eyas.estimate import Scenario, estimate, predict
 from eyas.fingerprint import fingerprint
 from eyas.operations import Work
 from eyas.report.options import PlanConfig
-from eyas.report.scenarios import scenario_of
+from eyas.report.scenarios import read_target, scenario_of
 
 STEP = re.compile(
     r"(?P<shape>\S+) (?P<run>decode|K=\d+|tree [\d-]+) B=(?P<batch>\d+)( C=(?P<context>\d+))?"
@@ -51,24 +51,28 @@ NODES = (2, 4, 8, 16)
 STEPS = 40
 WARM = 5 + 3 * STEPS // 2
 """Steps after which half of those that are timed are done: where a request's context stands."""
+ROOM = 1024
+"""Positions behind a context; a model with fewer is measured at a shorter one."""
 
 
 def measure(shapes: list[str], batches: list[int], contexts: list[int]) -> list[dict[str, Any]]:
     """Rows as `benchmarks/gpu.py` writes them, with their context."""
     rows: list[dict[str, Any]] = []
     for shape in shapes:
+        longest = read_target(f"shape:{shape}").max_position
+        fitting = sorted({min(context, longest - ROOM) for context in contexts})
         config = EngineConfig(
             device="cuda",
             load_format="dummy",
             max_running_requests=max(batches),
-            context_length=max(contexts) + 1024,
+            context_length=max(fitting) + ROOM,
             chunked_prefill_size=8192,
         )
         first = LLM(f"shape:{shape}", speculation=SPECS["K=3"], config=config)
         for run in RUNS:
             llm = first if run == "K=3" else first.sibling(SPECS[run], config)
             for batch in batches:
-                for context in contexts:
+                for context in fitting:
                     rows += _measured(llm.engine, shape, run, batch, context)
             if llm is not first:
                 del llm

@@ -106,7 +106,7 @@ def test_rows_of_cycles_bear_the_names_of_goals(
     start = part("start")
     monkeypatch.setattr(start, "probe", lambda *_: {"start to first token": 1.0, "import": 0.5})
     file, names = tiny / "gpu.json", set()
-    runs = ["decode", "K=3", "K=7", "tree 5-4-16", "K=3 8-bit"]
+    runs = ["decode", "K=3", "K=7", "tree 5-4-16", "K=3 16-bit"]
     parts = ["cycles", "waits", "host", "batches", "capture", "modes", "deterministic", "start"]
     parts.append("attention")
     for flags in (

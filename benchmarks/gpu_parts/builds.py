@@ -18,13 +18,13 @@ from eyas.model_config import ModelConfig
 SPECS = {
     "decode": SpeculationConfig(algorithm="NONE"),
     "K=3": SpeculationConfig.chain(3),
-    "K=3 8-bit": SpeculationConfig.chain(3),
+    "K=3 16-bit": SpeculationConfig.chain(3),
     "K=7": SpeculationConfig.chain(7),
     "tree 5-4-16": SpeculationConfig(num_steps=5, eagle_topk=4, num_draft_tokens=16),
     "tree 6-8-60": SpeculationConfig(num_steps=6, eagle_topk=8, num_draft_tokens=60),
 }
 """Runs by name."""
-CHANGES: dict[str, dict[str, int | str | bool]] = {"K=3 8-bit": {"draft_weights": "int8"}}
+CHANGES: dict[str, dict[str, int | str | bool]] = {"K=3 16-bit": {"draft_weights": "full"}}
 """Settings of engines for runs that need some."""
 PREFILL = 8192
 """Rows of prompts a step."""

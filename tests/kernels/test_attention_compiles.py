@@ -88,7 +88,9 @@ def build(
     group = model.heads // model.kv_heads
     splits = most_splits(model.shape, group)
     space = Workspace.of(2**27, torch.device("meta"))
-    plan = make_plan(layout, torch.bfloat16, group, requests, num_new, tree, splits, 264, space)
+    plan = make_plan(
+        layout, torch.bfloat16, group, requests, num_new, tree, splits, 264, space, 2**17
+    )
     rope_dim = model.key_dim - model.value_dim if model.latent else model.key_dim
     constants = module.constants(layout, plan, group, rope_dim, model.window) | {"EARLY": True}
     kernel = module._attention_kernel

@@ -11,6 +11,7 @@ from eyas.kernels.attention_plan import (
     CAUSAL,
     MASKED,
     RANKS,
+    SHORT,
     SPARE_SLOTS,
     WORKSPACE_BYTES,
     Plan,
@@ -40,7 +41,9 @@ SHAPES = {
 }
 
 
-def plan_of(name: str, requests: int, num_new: int, tree: int = CAUSAL, size: int = 0) -> Plan:
+def plan_of(
+    name: str, requests: int, num_new: int, tree: int = CAUSAL, size: int = 0, longest: int = 2**17
+) -> Plan:
     """In bfloat16, on a device of 132 multiprocessors."""
     shape, group = SHAPES[name]
     return make_plan(
@@ -53,6 +56,7 @@ def plan_of(name: str, requests: int, num_new: int, tree: int = CAUSAL, size: in
         most_splits(shape, group),
         PROGRAMS,
         Workspace.of(size or WORKSPACE_BYTES, torch.device("meta")),
+        longest,
     )
 
 
@@ -84,3 +88,12 @@ def test_many_latent_heads_fill_a_device(num_new: int) -> None:
     for launch in plan.launches(1):
         programs = plan.parts * launch.tiles
         assert 100 <= programs <= PROGRAMS // 2, f"{programs} programs: {plan}"
+
+
+def test_short_trees_are_cut_in_two() -> None:
+    """Faults: one program for 64 rows where two are through sooner; another arithmetic for it."""
+    short, long = (plan_of("8B", 1, 16, MASKED, longest=n) for n in (SHORT, SHORT + 1))
+    assert (short.tile, long.tile) == (32, 64)
+    assert (short.block, short.splits, short.least) == (long.block, long.splits, long.least)
+    assert short.parts > 1
+    assert plan_of("8B", 8, 16, longest=SHORT).tile == 64, "many requests fill a device"

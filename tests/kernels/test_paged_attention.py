@@ -219,6 +219,7 @@ def check_launches(run: Pass, room: int, most: int) -> None:
         splits,
         programs,
         space,
+        max(run.prefixes) + run.offset + run.count,
     )
     assert len(list(plan.launches(len(run.prefixes)))) == most, plan
     assert plan.parts > 1, "programs do not share keys"

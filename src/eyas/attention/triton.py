@@ -102,6 +102,7 @@ class TritonPass:
                 backend.splits or most_splits(pool.shape, group),
                 backend.programs_for(batch.mode),
                 backend.workspace,
+                batch.max_kv_len,
             )
         pooled = (pool.k[layer], pool.v[layer])
         if not self._plan.write:

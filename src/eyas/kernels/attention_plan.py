@@ -21,10 +21,12 @@ ONE_REQUEST = 128
 """Programs that one long request is cut into, about."""
 CAUSAL, MASKED, RANKS = 0, 1, 2
 """Kinds of tail: causal; by ancestor bits; by bits, each node as if it stood in the text."""
-FUSED_SUMS = 4096
+FUSED_SUMS = 1024
 """Sums of a tile up to so many are merged by its last program, larger ones by another launch."""
 SPARE_SLOTS = 4
 """Slots beside a row's splits: rows of a tile end up to 64 keys apart, a window begins anywhere."""
+SHORT = 4096
+"""Positions up to which two tiles of 32 rows, which read keys twice, are faster than one of 64."""
 MAX_TILES = 4096
 """Tiles of a pass whose keys may be shared by several programs."""
 WORKSPACE_BYTES = 2**27
@@ -176,10 +178,12 @@ def make_plan(
     splits: int,
     programs: int,
     workspace: Workspace,
+    longest: int,
 ) -> Plan:
     """The plan of a pass: `num_new` rows of `group` query heads for each request and KV head.
 
-    `dtype` is the pool's, `splits` the most of a row; `programs` fill the device.
+    `dtype` is the pool's, `splits` the most of a row; `programs` fill the device. Requests have
+    `longest` positions at most.
     """
     sizes, heads, rows = layout.constants, layout.shape.num_kv_heads, num_new * group
     narrow = dtype.itemsize == 2
@@ -187,6 +191,8 @@ def make_plan(
     # float32 sums over keys follow the tile's shape, so there is one; tensor cores' do not
     largest = _largest_tile(values) if narrow else 16
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
+    if tile == 64 >= rows and longest <= SHORT and 16 * requests * heads <= programs:
+        tile = 32
     tiles = -(-rows // tile)
     slots = (splits + SPARE_SLOTS) * values * tile
     room, unit = min(workspace.sums.numel() // slots, MAX_TILES), math.lcm(tile, group) // tile
