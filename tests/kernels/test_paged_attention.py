@@ -242,6 +242,7 @@ def run_bits_small() -> None:
     check_company(two, 510, (4,), splits=4)
     check_company(replace(two, window=130), 253, (3,))
     check_company(LATENT, 127, (2,))
+    check_company(two, 60, (18,))
     check_path(three, 123, 9)
     check_path(two, 250, 20, splits=2)
     check_launches(Pass(case=three, prefixes=[140], count=20), 3, 2)

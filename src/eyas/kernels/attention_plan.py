@@ -216,6 +216,6 @@ def make_plan(
         tiles_at_once=at_once[1],
         num_warps=8 if not narrow or values > 128 or tile == 64 else 4,
         num_stages=5 if read <= 2**15 and block == 64 else 3 if read <= 76 * 2**10 else 1,
-        write=tree != RANKS and num_new <= MAX_NODES,
+        write=num_new <= MAX_NODES,
         merge=tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS,
     )

@@ -160,6 +160,26 @@ def _place(  # type: ignore[no-untyped-def]
     return part, tile, own, first_row, last_row
 
 
+@triton.jit
+def _to_keep(  # type: ignore[no-untyped-def]
+    own, bits, num_new, tail_offset, start, TREE: tl.constexpr
+):  # fmt: skip
+    """New rows int32[16] that a program keeps, from the `start`-th on, which there are, how many.
+
+    With TREE 2 those on the path of a node's own program: so it finds them where it reads.
+    """
+    lane, most = tl.arange(0, 16), num_new
+    rows = start + lane
+    if TREE == 2:
+        bits, place = tl.max(bits, 0), tl.arange(0, 64)
+        seen = ((bits >> place) & 1 != 0) & (place >= tail_offset)
+        rank = tl.cumsum(seen.to(tl.int32), 0) - 1
+        here = seen[None, :] & (rank[None, :] == rows[:, None])
+        rows = tl.sum(tl.where(here, (place - tail_offset)[None, :], 0), 1)
+        most = tl.where(own, tl.sum(seen.to(tl.int32), 0), 0)
+    return rows, start + lane < most, most
+
+
 @triton.jit(do_not_specialize=PASS_VALUES)
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, out_ptr,
@@ -193,6 +213,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     k_ptr, v_ptr = k_ptr + before * DIM, v_ptr + before * WIDE
     table_ptr += request * table_stride
     kind = k_ptr.dtype.element_ty
+    if WRITE:
+        new, there, most = _to_keep(own, bits, num_new, tail_offset, 0, TREE)
     if EARLY:  # lengths, pages and committed keys were there before the launch ahead of this one
         ask_rows(
             k_ptr, v_ptr, table_ptr, lo + tl.arange(0, BLOCK), tl.minimum(hi, prefix), table_width,
@@ -208,25 +230,25 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         q_ptr + row0 * q_stride, cos_ptr, sin_ptr, node * q_stride + column * DIM, node, used,
         rope_stride, kind, DIM, WIDE, SIZE_A, SIZE_B, ROPE,
     )  # fmt: skip
-    new = tl.arange(0, 16)
     if WRITE:  # loaded here, so that nothing waits for them later
         na, nb, nv = new_rows(
-            k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, new, new < num_new,
+            k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, new, there,
             k_new_stride, v_new_stride, rope_stride, kind,
             DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, ROPE, LATENT,
         )  # fmt: skip
     if lo >= hi:
         return
     if WRITE:
-        for start in range(0, num_new, 16):
+        for start in range(0, most, 16):
             if start > 0:
+                new, there, _ = _to_keep(own, bits, num_new, tail_offset, start, TREE)
                 na, nb, nv = new_rows(
-                    k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, start + new, start + new < num_new,
+                    k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, new, there,
                     k_new_stride, v_new_stride, rope_stride, kind,
                     DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, ROPE, LATENT,
                 )  # fmt: skip
-            index = first + start + new
-            mine = (start + new < num_new) & (index >= lo) & (index < hi)
+            index = first + new
+            mine = there & ((TREE == 2) | ((index >= lo) & (index < hi)))
             keep_rows(
                 k_ptr, v_ptr, table_ptr, na, nb, nv, index, mine, table_width,
                 DIM, WIDE, SIZE_B, PAGE, LATENT,
