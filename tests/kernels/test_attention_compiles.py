@@ -170,6 +170,18 @@ def test_kernel_suits_an_h200(name: str) -> None:
     assert late == (built.plan.parts > 1 and not built.plan.merge), "merges come late, others early"
 
 
+@pytest.mark.parametrize(
+    ("name", "num_new"), [("Llama-3.1-8B", 4), ("Llama-3.1-8B", 16), ("SmolLM2-135M", 16)]
+)
+def test_two_programs_of_a_tree_share_a_multiprocessor(name: str, num_new: int) -> None:
+    """Fault: the programs of a tree's nodes, one each, take two turns on the GPU."""
+    built = build(MODELS[name], 1, num_new, RANKS)
+    assert not built.spilled, f"{built.spilled} bytes spilled"
+    assert 2 * (built.shared + 2**10) <= SHARED_BYTES + 2**10, f"{built.shared} bytes shared"
+    threads = 32 * built.plan.num_warps
+    assert 2 * threads * built.registers <= 2**16, f"{built.registers} registers"
+
+
 def report() -> None:
     """Print what each shape takes, pass by pass."""
     for name, model in MODELS.items():

@@ -168,6 +168,13 @@ def _cut(
     return parts, *found
 
 
+def _stages(read: int, block: int, crowded: bool) -> int:
+    """Stages of a pipeline whose blocks read so many bytes; see `Plan.num_stages`."""
+    if read <= 2**15 and block == 64 and not crowded:
+        return 5
+    return 3 if read <= 76 * 2**10 else 1
+
+
 def make_plan(
     layout: Layout,
     dtype: torch.dtype,
@@ -190,6 +197,8 @@ def make_plan(
     keys, values = sizes["SIZE_A"] + sizes["SIZE_B"], sizes["SIZE_V"]
     # float32 sums over keys follow the tile's shape, so there is one; tensor cores' do not
     largest = _largest_tile(values) if narrow else 16
+    if tree == RANKS:  # a program for every node: two have room on a multiprocessor
+        largest = min(largest, 32)
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
     if tile == 64 >= rows and longest <= SHORT and 16 * requests * heads <= programs:
         tile = 32
@@ -215,7 +224,7 @@ def make_plan(
         requests_at_once=at_once[0],
         tiles_at_once=at_once[1],
         num_warps=8 if not narrow or values > 128 or tile == 64 else 4,
-        num_stages=5 if read <= 2**15 and block == 64 else 3 if read <= 76 * 2**10 else 1,
+        num_stages=_stages(read, block, crowded=tree == RANKS and tile > 16),
         write=num_new <= MAX_NODES,
         merge=tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS,
     )
