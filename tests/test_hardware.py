@@ -35,7 +35,7 @@ def test_curves_that_are_none(points: Any) -> None:
 def test_presets_are_there_and_read_back() -> None:
     """Fault: a preset of the issue missing, or changed by writing and reading it."""
     names = presets()
-    wanted = {"h100", "h200", "b200"} | {
+    wanted = {"h100", "h200", "h200-eyas", "b200"} | {
         f"rtx-pro-6000-{kind}" for kind in ("tuned", "untuned", "cliff", "no-peer")
     }
     assert wanted <= set(names)

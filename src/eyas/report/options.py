@@ -61,7 +61,7 @@ class ExplainConfig(Strict):
 class PlanConfig(Strict):
     """What is planned: where, over how many ranks, for which requests, in which precision."""
 
-    profile: str = option("h200", "machine: a preset, or a file of eyas calibrate")
+    profile: str = option("h200-eyas", "machine: a preset, or a file of eyas calibrate")
     engine: str = option("eyas", "whose host and kernels: eyas, sglang or vllm")
     tp: int = option(1, "tensor-parallel ranks")
     batch_size: int = option(1, "requests decoded together")
