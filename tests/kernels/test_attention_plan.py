@@ -97,3 +97,4 @@ def test_short_trees_are_cut_in_two() -> None:
     assert (short.block, short.splits, short.least) == (long.block, long.splits, long.least)
     assert short.parts > 1
     assert plan_of("8B", 8, 16, longest=SHORT).tile == 64, "many requests fill a device"
+    assert plan_of("8B", 8, 60, RANKS, longest=SHORT).tile == 32, "nodes have programs of their own"

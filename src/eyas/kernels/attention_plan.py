@@ -197,11 +197,10 @@ def make_plan(
     keys, values = sizes["SIZE_A"] + sizes["SIZE_B"], sizes["SIZE_V"]
     # float32 sums over keys follow the tile's shape, so there is one; tensor cores' do not
     largest = _largest_tile(values) if narrow else 16
-    if tree == RANKS:  # a program for every node: two have room on a multiprocessor
-        largest = min(largest, 32)
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
-    if tile == 64 >= rows and longest <= SHORT and 16 * requests * heads <= programs:
-        tile = 32
+    few = rows <= 64 and 16 * requests * heads <= programs
+    if tile == 64 and longest <= SHORT and (few or tree == RANKS):
+        tile = 32  # with programs for nodes beside them, of which two fit on a multiprocessor
     tiles = -(-rows // tile)
     slots = (splits + SPARE_SLOTS) * values * tile
     room, unit = min(workspace.sums.numel() // slots, MAX_TILES), math.lcm(tile, group) // tile
@@ -224,7 +223,7 @@ def make_plan(
         requests_at_once=at_once[0],
         tiles_at_once=at_once[1],
         num_warps=8 if not narrow or values > 128 or tile == 64 else 4,
-        num_stages=_stages(read, block, crowded=tree == RANKS and tile > 16),
+        num_stages=_stages(read, block, crowded=tree == RANKS and tile == 32),
         write=num_new <= MAX_NODES,
         merge=tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS,
     )
