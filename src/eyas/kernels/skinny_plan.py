@@ -15,8 +15,8 @@ MOST_ROWS = ROWS[-1]
 """Passes of more rows go to the library."""
 LEAST_BYTES = 1 << 19
 """Weights smaller than this go to the library."""
-MOST_OUTPUTS = 65536
-"""Layers of more outputs, which vocabulary heads are, reach the memory's speed in the library."""
+MOST_BYTES = 1 << 29
+"""Larger weights, which large models' vocabulary heads are, the library reads as fast."""
 SMALL = 8 << 20
 """Weights of less bytes are in the cache before their programs are under way."""
 FILLING = 132
@@ -32,7 +32,7 @@ def plan_of(outputs: int, inputs: int, gated: bool = False) -> Plan | None:
 
 def worth(outputs: int, inputs: int) -> bool:
     """Whether a weight is large enough for the kernel, and not one that the library reads best."""
-    return 2 * outputs * inputs >= LEAST_BYTES and outputs <= MOST_OUTPUTS
+    return LEAST_BYTES <= 2 * outputs * inputs <= MOST_BYTES
 
 
 def config(outputs: int, inputs: int, gated: bool = False) -> Plan:
