@@ -55,9 +55,8 @@ ROOM = 1024
 """Positions behind a context; a model with fewer is measured at a shorter one."""
 
 
-def measure(shapes: list[str], batches: list[int], contexts: list[int]) -> list[dict[str, Any]]:
-    """Rows as `benchmarks/gpu.py` writes them, with their context."""
-    rows: list[dict[str, Any]] = []
+def measure(shapes: list[str], batches: list[int], contexts: list[int]) -> Iterator[dict[str, Any]]:
+    """Rows as `benchmarks/gpu.py` writes them, with their context, as they are taken."""
     for shape in shapes:
         longest = read_target(f"shape:{shape}").max_position
         fitting = sorted({min(context, longest - ROOM) for context in contexts})
@@ -73,7 +72,7 @@ def measure(shapes: list[str], batches: list[int], contexts: list[int]) -> list[
             llm = first if run == "K=3" else first.sibling(SPECS[run], config)
             for batch in batches:
                 for context in fitting:
-                    rows += _measured(llm.engine, shape, run, batch, context)
+                    yield from _measured(llm.engine, shape, run, batch, context)
             if llm is not first:
                 del llm
                 gc.collect()
@@ -81,7 +80,6 @@ def measure(shapes: list[str], batches: list[int], contexts: list[int]) -> list[
         del first
         gc.collect()
         torch.cuda.empty_cache()
-    return rows
 
 
 def _measured(
@@ -220,13 +218,17 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 8192])
     parser.add_argument("--profile", default="h200")
     parser.add_argument("--context", type=int, default=512, help="of rows that do not say theirs")
+    parser.add_argument("--measured-json", default="", help="keep what --measure takes, at once")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     if args.measure == bool(args.measured):
         parser.error("give a record of benchmarks/gpu.py, or --measure")
     if args.measure:
-        rows = measure(args.shapes, args.batches, args.contexts)
-        record: dict[str, Any] = {"rows": rows, "provenance": fingerprint()}
+        record: dict[str, Any] = {"rows": [], "provenance": fingerprint()}
+        for row in measure(args.shapes, args.batches, args.contexts):
+            record["rows"].append(row)
+            if args.measured_json:
+                Path(args.measured_json).write_text(json.dumps(record, indent=1))
     else:
         record = json.loads(Path(args.measured).read_text())
     found = list(pairs(record["rows"], args.profile, args.context))
