@@ -175,6 +175,18 @@ def test_small_kernels_of_few_rows_join_others(monkeypatch: pytest.MonkeyPatch) 
     assert plain.launches == predict(scenario("smollm2-135m", 3, SGLANG)).decode.launches
 
 
+def test_what_joins_experts_costs_its_bytes_on_a_calibrated_machine() -> None:
+    """Fault: a curve that begins above the shared expert's bytes gives it for nothing."""
+    target, machine = shape("deepseek-v2-lite"), load_profile("h200-eyas")
+    assert target.moe is not None
+    alone = dataclasses.replace(target, moe=dataclasses.replace(target.moe, shared_size=0))
+    with_it, without = (
+        estimate(target_pass(config, Setting(), 1), machine).us for config in (target, alone)
+    )
+    weights = 26 * 3 * 2 * target.hidden_size * target.moe.shared_size
+    assert with_it - without > weights / machine.read_gb_s / 1e3
+
+
 def test_few_rows_are_listed_by_the_router() -> None:
     """Fault: a launch counted that the kernel has taken in."""
     assert LISTED_ROWS == router.ROWS

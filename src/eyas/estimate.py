@@ -159,7 +159,8 @@ def joined(op: Op, profile: HardwareProfile, software: Software) -> bool:
 
 def _joined_us(op: Op, profile: HardwareProfile) -> float:
     """What an operation adds to the launch that it is part of: its weights, if it has some."""
-    return profile.experts_us(op.weights) - profile.experts_us(0) if op.weights else 0.0
+    (few, short), (many, long) = profile.experts_us.points[0], profile.experts_us.points[-1]
+    return op.weights * (long - short) / (many - few) if many > few else 0.0
 
 
 def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: int = 1) -> float:
