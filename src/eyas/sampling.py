@@ -52,17 +52,21 @@ def _signed(word: int) -> int:
     return word - (word >> 31 << 32)
 
 
-def gumbel_noise(seed: torch.Tensor, index: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise float32 [R, M] for seed int64[R], index int64[R], ids int64[M | R, M].
+def uniform_noise(seed: torch.Tensor, index: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Even noise float32 [R, M] for seed int64[R], index int64[R], ids int64[M | R, M].
 
-    A pure function of (seed, index, id): 31 hashed bits a draw.
+    Between 0 and 1, neither included. A pure function of (seed, index, id): 31 hashed bits a draw.
     """
     low = _mix(_mix(seed.int()) ^ index.int())
     high = _mix(low + (seed >> 32).int() + _signed(0x9E3779B9))
     spread = ids.int() * _signed(0x9E3779B1)
     bits = _mix(_mix(spread + low[:, None]) ^ high[:, None]) & 0x7FFFFFFF
-    uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+
+
+def gumbel_noise(seed: torch.Tensor, index: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise float32 [R, M]: what `uniform_noise` gives for the same arguments."""
+    return uniform_noise(seed, index, ids).neg_().log1p_().neg_().log_().neg_()
 
 
 def filter_logits(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

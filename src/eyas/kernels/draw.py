@@ -81,15 +81,21 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gumbel(seed, index, ids):  # type: ignore[no-untyped-def]
-    """Noise of int64 `ids` under scalars seed and index; log1p from log as Kahan wrote it."""
+def uniform(seed, index, ids):  # type: ignore[no-untyped-def]
+    """`uniform_noise` of integers `ids` under scalars seed and index, bit for bit."""
     low = _mix(_mix(seed.to(tl.int32)) ^ index.to(tl.int32))
     high = _mix(low + (seed >> 32).to(tl.int32) + -1640531527)
     bits = _mix(_mix(ids.to(tl.int32) * -1640531535 + low) ^ high) & 0x7FFFFFFF
-    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.99999994)
-    rest = 1.0 - uniform
+    return tl.minimum((bits.to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.99999994)
+
+
+@triton.jit
+def _gumbel(seed, index, ids):  # type: ignore[no-untyped-def]
+    """Noise of integers `ids` under scalars seed and index; log1p from log as Kahan wrote it."""
+    even = uniform(seed, index, ids)
+    rest = 1.0 - even
     near = tl.where(rest == 1.0, 0.5, rest)
-    log1p = tl.where(rest == 1.0, -uniform, tl.div_rn(tl.log(near) * -uniform, near - 1.0))
+    log1p = tl.where(rest == 1.0, -even, tl.div_rn(tl.log(near) * -even, near - 1.0))
     return -tl.log(-log1p)
 
 

@@ -148,7 +148,8 @@ def test_own_kernels_have_telling_names() -> None:
     assert told["_attention_kernel"] == ATTENTION
     assert told["_route_kernel"] == told["_expert_down_kernel"] == MOE
     assert told["_kv_write_kernel"] == KV_WRITE
-    assert told["_draw_tile_kernel"] == told["_accept_kernel"] == SAMPLING
+    assert told["_accept_kernel"] == told["_decree_kernel"] == SAMPLING
+    assert told["_draw_tile_kernel"] == SAMPLING
     assert told["_gated_kernel"] == told["_norm_kernel"] == NORM
 
 

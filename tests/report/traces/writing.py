@@ -278,7 +278,7 @@ def eyas_pass(layers: int, rows: int, head_us: float) -> list[K]:
 def eyas_cycles(steps: int = 6, layers: int = 6, early: float = 0.0) -> Recorder:
     """This engine: a whole cycle is one graph, and tokens are copied to the host behind it."""
     r = Recorder("python")
-    drafting = [*eyas_pass(1, 1, 60.0), K("_tree_chain_kernel", 1.5)]
+    drafting = [*eyas_pass(1, 1, 60.0), K("_chain_begin_kernel", 1.5)]
     cycle = [
         K("_slot_rows_kernel", 1.5),
         *drafting,

@@ -73,21 +73,22 @@ RULES = (
         r"prepare_varlen|fused_metadata|mla_metadata|kv_?indices|kv_indptr|block_?tables?|"
         r"slot_mapping|req_to_token|cache_locs?|_position|pos_seq_lens|prepare_\w*inputs|"
         r"idx_mapping|update_draft_inputs|post_update|apply_write|gather_rows|seq_?lens|"
-        r"assign_\w*(pool|locs)|build_tree|_tree_(chain|plant|advance)|_slot_rows|_attention_order|"
-        r"combine_sampled|num_blocks_kernel|_plan_kernel|"
+        r"assign_\w*(pool|locs)|build_tree|_chain_begin|_tree_(begin|plant|level)|_slot_rows|"
+        r"_attention_order|combine_sampled|num_blocks_kernel|_plan_kernel|"
         r"plan_tiles|alloc_(extend|decode)",
         METADATA,
         "FlashAttention hopper/flash_prepare_scheduler.cu, SGLang srt/speculative and "
-        "srt/mem_cache, vLLM v1/worker/gpu, eyas kernels/tree.py, grow.py and rows.py",
+        "srt/mem_cache, vLLM v1/worker/gpu, eyas kernels/begin.py, grow.py, tree.py and rows.py",
     ),
     Rule(
         r"sampl|argmax|gumbel|rejection|verifytree|verify_tree|tree_speculative|top_?[kp]_|topk|"
         r"softmax|multinomial|bonus_tokens|block_stats|num_sampled|radix_?sort|"
-        r"bitonic|sort_?(kernel|pairs|by_key)|penalt|temperature|accept|_draw|renorm|"
+        r"bitonic|sort_?(kernel|pairs|by_key)|penalt|temperature|accept|decree|_draw|renorm|"
         r"mbtopk|gathertopk|(best|order)_of",
         SAMPLING,
         "PyTorch ArgMaxOps, cunn_SoftMax and topk kernels, FlashInfer sampling.cuh, SGLang "
-        "sgl-kernel/csrc/speculative, vLLM v1/sample, eyas kernels/draw.py and accept.py",
+        "sgl-kernel/csrc/speculative, vLLM v1/sample, eyas kernels/draw.py, accept.py and "
+        "decree.py",
     ),
     Rule(
         r"rms_?norm|layer_?norm|norm::|_norm|norm_kernel|qk_norm|rope|rotary|act_and_mul|silu|gelu|"
