@@ -44,7 +44,11 @@ SHAPES = {
     "tree 3-2-6": SpeculationConfig(num_steps=3, eagle_topk=2, num_draft_tokens=6),
     "tree 5-4-16": SpeculationConfig(num_steps=5, eagle_topk=4, num_draft_tokens=16),
 }
+DECREED = " by decree"
+"""Behind a shape's name where acceptance is told, not real."""
+SHAPES |= {"chain of 3" + DECREED: SHAPES["chain of 3"]}
 LAUNCHES = {"plain": 4, "chain of 3": 12, "chain of 7": 20, "tree 3-2-6": 18, "tree 5-4-16": 24}
+LAUNCHES |= {name: LAUNCHES[name.removesuffix(DECREED)] + name.endswith(DECREED) for name in SHAPES}
 """Of a cycle outside its networks' passes, greedy or sampled."""
 
 
@@ -122,7 +126,9 @@ def count() -> dict[str, dict[str, int]]:
     for name, shape in SHAPES.items():
         for kind, temperature in (("greedy", 0.0), ("sampled", 0.9)):
             drafter: Network | None = None if name == "plain" else tiny_drafter()
-            engine = make_engine(tiny_target(num_layers=3), drafter, shape)
+            told = 2.0 if name.endswith(DECREED) else 0.0
+            target = tiny_target(num_layers=3)
+            engine = make_engine(target, drafter, shape, simulate_accept_length=told)
             params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=temperature)
             run_all(engine, [Job(prompt=(5, 6, 7, 8), params=params)])
             found[f"{name} {kind}"] = dict(launches.seen)

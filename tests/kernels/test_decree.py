@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from eyas.kernels import decree as module
+from eyas.kernels.lang import warps_of
 from eyas.kernels.tree import tree
 from eyas.sampling import gumbel_noise, uniform_noise
 from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
@@ -22,7 +23,7 @@ def parents_of(requests: int, drafts: int, rng: random.Random) -> torch.Tensor:
 def run_grid() -> None:
     """Chains and random trees of few tokens; every token taken; rates 0, 1 and between."""
     rng, seen = random.Random(0), 0
-    for drafts, requests in ((1, 3), (3, 1), (3, 3), (15, 3), (63, 1), (63, 3)):
+    for drafts, requests in ((1, 3), (3, 1), (3, 3), (5, 3), (15, 3), (63, 1), (63, 3)):
         generator = torch.Generator().manual_seed(drafts)
         size = (2, requests, drafts + 1)
         tokens, drawn = torch.randint(0, drafts + 2, size, generator=generator).to(DEVICE)
@@ -86,7 +87,7 @@ def test_compiles_for_hopper(is_chain: bool, nodes: int) -> None:
     types = {n: "*i64" if n.endswith("_ptr") else "i32" for n in kernel.arg_names}
     types |= {"rates_ptr": "*fp32"}
     names = {*blocks, "EARLY"}
-    warps = module.warps_of(nodes * nodes)
+    warps = warps_of(nodes * nodes)
     compiles(kernel, {n: t for n, t in types.items() if n not in names}, blocks, warps)
 
 

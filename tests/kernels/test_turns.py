@@ -7,6 +7,7 @@ import torch
 
 from eyas.kernels import accept, gated, lang, norm, norm_parts, planes
 from eyas.kernels.begin import begin_chain
+from eyas.kernels.decree import decree
 from eyas.kernels.draw import Kept, Scored, draw_into, keep_best
 from eyas.kernels.experts_triton import Shared, experts_triton
 from eyas.kernels.router import router
@@ -35,6 +36,7 @@ def work(seed: int, rounds: int) -> list[torch.Tensor]:
     scales = torch.full((512,), 1e-3, device="cuda")
     ids, sampling = torch.arange(512, device="cuda"), rows_of([0.0] * 4)
     slots, firsts = fresh_slots(4, device="cuda"), torch.zeros(6, 1, device="cuda")
+    rates = torch.tensor([0.7, 0.5], device="cuda")
     drafts = Kept(firsts.repeat(1, 512).bfloat16(), firsts.long(), firsts)
 
     def run() -> list[torch.Tensor]:
@@ -55,8 +57,9 @@ def work(seed: int, rounds: int) -> list[torch.Tensor]:
             keep_best(scored, slots.slots, drafts, y)
             chain = begin_chain(slots.slots, slots.kv_lens, slots.kv_lens, drafts, 3)
             draw_into(scored._replace(logits=chain.hidden), chain.tokens[:, 2])
-            tokens = chain.tokens
-            settled = accept.settle(tokens, None, tokens, 2, slots)
+            tokens, told = chain.tokens, (sampling.seed, slots.kv_lens, rates)
+            drawn = decree(tokens, chain.positions, None, tokens, *told)
+            settled = accept.settle(tokens, None, drawn, 2, slots)
             (y,) = take_rows(settled.counts, drafts.hidden)
         return [y, drafts.hidden, slots.history, tokens]
 

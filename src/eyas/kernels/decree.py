@@ -72,7 +72,7 @@ def _decree_kernel(  # type: ignore[no-untyped-def]
     wanted = tl.load(tokens_ptr + row + first, inside & (first < nodes), -1)
     taken = tl.max((tokens[None, :] == drawn[:, None]).to(tl.int32), 1) > 0
     carried = tl.max((tokens[None, :] == node[:, None]).to(tl.int32), 1) > 0
-    free = tl.min(tl.where(carried, nodes, tl.minimum(node, nodes)), 0)
+    free = tl.min(tl.where(carried, nodes, node), 0)
     refused = tl.where(taken, free.to(tl.int64), drawn)
     tl.store(out_ptr + row + node, tl.where(passes & (first < nodes), wanted, refused), inside)
 
