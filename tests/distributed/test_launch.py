@@ -127,13 +127,19 @@ def run_torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str
 def test_torchrun_starts_the_ranks(
     model: str, drafter: str, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    """Fault: every process answers, or none; a rank without its own GPU number or settings."""
+    """Fault: every process answers, or none; a rank without its own GPU number or settings.
+
+    Also: gloo's threads outlive a rank's group, and then abort some ranks when Python ends.
+    """
     script = tmp_path / "script.py"
     script.write_text(
-        "import json, os, sys\n"
+        "import atexit, json, os, sys\n"
         "if os.environ['RANK'] == '1': os.environ['NCCL_ALGO'] = 'Tree'\n"
         "from eyas import LLM, EngineConfig, SamplingParams\n"
         "from tests.distributed.test_launch import PARAMS, PROMPTS\n"
+        "from tests.distributed.worlds import gloo_threads\n"
+        "left = lambda: sys.stderr.write(f'left: {list(gloo_threads().values())}\\n')\n"
+        "atexit.register(left)\n"
         "config = EngineConfig(**json.loads(sys.argv[3]))\n"
         "llm = LLM(sys.argv[1], drafter=sys.argv[2], config=config)\n"
         "answers = [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)]\n"
@@ -146,6 +152,7 @@ def test_torchrun_starts_the_ranks(
     assert record["answers"] == expected
     assert record["mismatches"] == ["rank 1: NCCL_ALGO is Tree, on rank 0 it is unset"]
     assert "warning: rank 1: NCCL_ALGO is Tree" in done.stderr
+    assert done.stderr.count("left: []\n") == 2
 
 
 def test_torchrun_with_another_tp_is_refused(model: str) -> None:

@@ -7,10 +7,11 @@ from functools import cache
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from eyas.distributed.group import Group
-from eyas.distributed.rank_group import ONE_STEP_BYTES, ordered_sum
-from tests.distributed.worlds import on_ranks
+from eyas.distributed.rank_group import ONE_STEP_BYTES, RankGroup, Seat, ordered_sum
+from tests.distributed.worlds import gloo_threads, on_ranks
 
 ROWS, WIDTH = 8, 24
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,3 +117,15 @@ def test_ordered_sum(size: int) -> None:
     parts = 2.0 ** torch.arange(size)[:, None] * torch.ones(3)
     assert ordered_sum(parts).tolist() == [2.0**size - 1] * 3
     assert ordered_sum(parts.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_closed_group_leaves_no_thread() -> None:
+    """Fault: gloo's threads still hold tensors when Python ends, which aborts the process."""
+    before = set(gloo_threads())
+    group = RankGroup(Seat(rank=0, size=1, local_rank=0, store=HashStore()), torch.device("cpu"))
+    for _ in range(10):
+        group.share(torch.zeros(4))
+    assert set(gloo_threads()) - before, "gloo works in threads"
+    group.close()
+    group.close()
+    assert not set(gloo_threads()) - before

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ def divided(whole: Decoder, device: torch.device, group: Group) -> Decoder:
     allocate(share, dtype, device)
     fill(share.places(), ((name, place.give()) for name, place in whole.places().items()))
     return share.eval()
+
+
+def gloo_threads() -> dict[str, str]:
+    """Threads of this process that gloo runs: their names, by their ids."""
+    names = {task.name: (task / "comm").read_text() for task in Path("/proc/self/task").iterdir()}
+    return {task: name.strip() for task, name in names.items() if "gloo" in name}
 
 
 def do_nothing(target: nn.Module, drafter: nn.Module, rank: int) -> None:
@@ -159,7 +166,7 @@ def on_ranks(size: int, body: Body, device: str = "cpu") -> list[Any]:
     try:
         with hub.together():
             own, group = answer.run(hub.seat)
-            hub.release = group.abort
+            hub.release, hub.at_end = group.abort, group.close
             return [own, *hub.hear()]
     finally:
         hub.close()

@@ -34,7 +34,7 @@ STUCK_SECONDS = 15.0
 """After a failure, how long rank 0 may take to leave a collective: before it is interrupted, and
 before the process is ended."""
 ORDERLY_SECONDS, DISORDERLY_SECONDS = 10.0, 0.5
-"""How long started ranks may take to end by themselves."""
+"""How long other ranks may take to end by themselves."""
 
 
 def _nothing() -> None:
@@ -51,8 +51,8 @@ class Hub:
         self.seat = seat
         self.release: Callable[[], None] = _nothing
         """Frees a thread that waits in a collective for a rank that will not come."""
-        self.before_release: Callable[[], None] = _nothing
-        """What `close` must do first."""
+        self.at_end: Callable[[], None] = _nothing
+        """Ends the group, once the other ranks have ended: what `close` does last."""
         self._wires, self._processes = wires, processes
         self._inbox: queue.Queue[tuple[int, Any] | None] = queue.Queue()
         self._failure: RankError | None = None
@@ -133,11 +133,23 @@ class Hub:
             if process.exitcode is None:
                 process.kill()
                 process.join()
-        self._hang_up()
         if threading.current_thread() is not self._watcher:
             self._watcher.join(DISORDERLY_SECONDS)  # Python must not end around it
-        self.before_release()
-        self.release()
+        if orderly:
+            self._await_ends(until)
+            self._hang_up()
+        self.at_end()
+
+    def _await_ends(self, until: float) -> None:
+        """Wait for ranks that other processes started: they may be in the last collective yet."""
+        lines = set(self._wires.values())
+        while lines and (ready := wait(lines, max(0.0, until - monotonic()))):
+            for wire in ready:
+                assert isinstance(wire, Connection)
+                try:
+                    wire.recv_bytes()
+                except (EOFError, OSError):
+                    lines.remove(wire)
 
     def _hang_up(self) -> None:
         for wire in self._wires.values():

@@ -96,6 +96,19 @@ class RankGroup(Group):
             self._aborted = True
             self._backend.abort()
 
+    def close(self) -> None:
+        """End the group behind its last collective, and wait until its threads have ended.
+
+        To be called before Python ends. A thread of gloo's drops its references to a collective's
+        tensors some time after the collective has returned, and needs Python's lock to do so. A
+        thread that asks for the lock when Python is ending is ended inside a destructor, and that
+        aborts the process (PyTorch's issue 190489 and pull request 179291). A backend joins its
+        threads, without the lock, when the last reference to it goes; this holds the only one.
+        With NCCL, no graph may hold collectives any more, as for `abort`.
+        """
+        self.abort()
+        self._backend = None
+
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' contiguous `x`, [ranks, numel]."""
         out = torch.empty(self.size * x.numel(), dtype=x.dtype, device=x.device)

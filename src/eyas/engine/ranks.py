@@ -158,7 +158,7 @@ class Follower:
         for runner in runners.values():
             runner.graphs.clear()
         if group is not None:
-            group.abort()
+            group.close()
 
 
 def _open(wire: Wire, networks: Networks, order: Open, runners: dict[int, Runner]) -> None:
@@ -227,7 +227,6 @@ class Ranks:
         self._dropped: deque[int] = deque()
         self._networks: Networks | None = None
         self._runners: weakref.WeakSet[RankedRunner] = weakref.WeakSet()
-        self._hub.before_release = partial(_free_graphs, self._runners)
         weakref.finalize(self, self._hub.close)
         with self.together():
             self.device = rank_device(device, self._hub.seat)
@@ -244,6 +243,7 @@ class Ranks:
                 self.tell(Load())
                 group = RankGroup(self._hub.seat, self.device)
                 self._hub.release = group.abort
+                self._hub.at_end = partial(_end, self._runners, group)
                 self._networks = self.source.load(self.device, group)
                 self.hear()
         return self._networks
@@ -350,9 +350,11 @@ class RankedRunner(Runner):
             return list(self._ranks.hear())
 
 
-def _free_graphs(runners: Iterable[RankedRunner]) -> None:
+def _end(runners: Iterable[RankedRunner], group: RankGroup) -> None:
+    """Free graphs, which hold the group's collectives, then end the group."""
     for runner in runners:
         runner.graphs.clear()
+    group.close()
 
 
 @contextmanager

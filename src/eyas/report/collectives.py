@@ -64,7 +64,7 @@ class Rounds:
             points.append((float(size), timer.us([partial(group.all_reduce, x)] * 8)))
         skew = self._skew(group, device, timer)
         timer.wait()
-        group.abort()
+        group.close()
         kind = "nccl" if device.type == "cuda" else "gloo"
         return Measured(kind=kind, us=tuple(points), skew_us=skew)
 
