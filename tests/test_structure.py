@@ -57,7 +57,7 @@ GROUND = {
     "kernels": {"sampling", "kv"},
     "checkpoint": {"gguf_folder"},
     "distributed": {"fingerprint"},
-    "cost": {"operations", "setting"},
+    "cost": {"kernels", "operations", "setting"},
     "estimate": {"cost", "hardware", "kernels", "operations", "setting"},
 }
 """Rooms that may also use named ones of their own floor."""

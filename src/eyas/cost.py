@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eyas.config import SpeculationConfig, require
+from eyas.kernels.attention_plan import FUSED_SUMS
+from eyas.kernels.lang import block_of
 from eyas.model_config import DrafterConfig, MLAConfig, ModelConfig, MoEConfig
 from eyas.operations import (
     ACTIVATION,
@@ -37,6 +39,18 @@ from eyas.setting import Setting
 
 GLUE = 3
 """Launches that put latent attention's queries, keys and results in place, where any do."""
+STEP_LAUNCHES = 2
+"""A step's or cycle's own: slots are looked up, what was drawn is settled."""
+DRAFT_LAUNCHES = 2
+"""Of a drafter with a network: drafts begin, the last committed rows are picked out."""
+TREE_LAUNCHES = 3
+"""Nodes are chosen and put in order, keys brought together; a drafter's states in one more."""
+MODEL_LAUNCHES = 7
+"""Rows of a language model that drafts are put together; in a pass its tokens are bounded."""
+NGRAM_LAUNCHES = 56
+"""Operators of torch that look up what followed a suffix."""
+PROGRAMS = 264
+"""Of attention, that fill a GPU of 132 multiprocessors."""
 LISTED_ROWS = 16
 """Of more rows each expert's own are listed by a launch of their own (`eyas.kernels.router`)."""
 
@@ -101,7 +115,7 @@ def target_pass(
     `aux_layers` states of every row are kept for the drafter.
     """
     rows, hidden = setting.batch * nodes, config.hidden_size
-    ops = [small("embedding", rows, hidden)]
+    ops = [_embedding(rows, hidden)]
     if setting.ranks > 1:
         ops.append(collective("all-reduce of embeddings", rows * hidden * ACTIVATION))
     for layer, count in _kinds(config):
@@ -115,6 +129,11 @@ def target_pass(
     if setting.ranks > 1:
         ops.append(collective("share of draws", rows * 8))
     return merged(ops)
+
+
+def _embedding(rows: int, hidden: int) -> Op:
+    """Rows of tokens; those of positions in the rotary table are as quick."""
+    return dataclasses.replace(small("embedding", rows, hidden), launches=2)
 
 
 def _kinds(config: ModelConfig) -> list[tuple[int, int]]:
@@ -237,7 +256,7 @@ def _attend(
         name="attention",
         component=ATTENTION,
         work=work,
-        launches=2 if work is Work.LATENT else 1,
+        launches=2 if work is Work.LATENT else _attention_launches(shape, setting, nodes),
         rows=rows,
         kv=kv,
         again=kv * (nodes - 1) if setting.kv_per_node else 0.0,
@@ -254,6 +273,15 @@ def _attend(
         collective("gather of sums", rows * shape.num_heads * 4, Work.GATHER),
         collective("scatter of results", message, Work.GATHER),
     ]
+
+
+def _attention_launches(shape: AttentionLayer, setting: Setting, nodes: int) -> int:
+    """One, and another where programs share a tile's keys and none of them merges their sums."""
+    kv_heads = max(1, shape.num_kv_heads // setting.attention_ranks)
+    rows = nodes * shape.num_heads // shape.num_kv_heads
+    tile = min(64, max(16, block_of(rows)))
+    shared = 2 * kv_heads * setting.attention_batch * -(-rows // tile) <= PROGRAMS
+    return 1 + (shared and (setting.tree or tile * shape.head_dim > FUSED_SUMS))
 
 
 def moe_ops(moe: MoEConfig, hidden: int, setting: Setting, nodes: int) -> list[Op]:
@@ -328,7 +356,7 @@ def _drafting(setting: Setting) -> Setting:
 def _draft_layers(config: DrafterConfig, setting: Setting, rows_each: int) -> list[Op]:
     """Embedding and layers; a borrowed embedding lies in shares on the ranks."""
     rows, hidden, layers = setting.batch * rows_each, config.hidden_size, config.layers()
-    ops = [small("embedding", rows, hidden)]
+    ops = [_embedding(rows, hidden)]
     if setting.ranks > 1 and not config.own_embedding:
         ops.append(collective("all-reduce of embeddings", rows * hidden * ACTIVATION))
     for layer in range(config.num_layers):
@@ -353,9 +381,14 @@ class Cycle:
     extend: tuple[Op, ...]
 
 
+def _books(name: str, launches: int, times: int = 1) -> Op:
+    """Work outside of networks and draws, whose time a profile has as one number."""
+    return Op(name=name, component=METADATA, work=Work.FIXED, launches=launches, times=times)
+
+
 def plain_step(config: ModelConfig, setting: Setting) -> list[Op]:
     """A step of plain decoding."""
-    fixed = Op(name=STEP_BOOKS, component=METADATA, work=Work.FIXED)
+    fixed = _books(STEP_BOOKS, STEP_LAUNCHES)
     return [*target_pass(config, setting), fixed]
 
 
@@ -369,15 +402,21 @@ def cycle_ops(
     states = 0
     if setting.capture and isinstance(drafter, DrafterConfig):
         states = len(drafter.aux_layers)
-    fixed = Op(name=CYCLE_BOOKS, component=METADATA, work=Work.FIXED)
-    verify = [*target_pass(target, setting, spec.num_nodes, states), fixed]
+    tree = spec.eagle_topk > 1
+    nodes = dataclasses.replace(setting, tree=tree)
+    verify = target_pass(target, nodes, spec.num_nodes, states)
     if drafter is None:
-        return Cycle(draft=(), verify=tuple(verify), extend=())
+        books = _books(CYCLE_BOOKS, STEP_LAUNCHES + NGRAM_LAUNCHES)
+        return Cycle(draft=(), verify=(*verify, books), extend=())
+    own_model = isinstance(drafter, ModelConfig)
+    launches = STEP_LAUNCHES + DRAFT_LAUNCHES + (MODEL_LAUNCHES if own_model else 0)
+    if tree:
+        launches += TREE_LAUNCHES + (states > 0)
+    verify.append(_books(CYCLE_BOOKS, launches))
     levels = range(1, spec.num_steps)
-    draft = [op for n in levels for op in draft_pass(drafter, setting, spec.eagle_topk, n)]
+    draft = [op for n in levels for op in draft_pass(drafter, nodes, spec.eagle_topk, n)]
     if levels:
-        step = Op(name=LEVEL_BOOKS, component=METADATA, work=Work.FIXED, times=len(levels))
-        draft.append(step)
+        draft.append(_books(LEVEL_BOOKS, own_model + tree, len(levels)))
     if setting.ranks > 1:
         draft.append(collective("share of the draft", setting.batch * spec.num_nodes * 8))
     extend = extend_pass(drafter, setting, spec.depth + 1)

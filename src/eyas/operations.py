@@ -18,7 +18,9 @@ COMPONENTS = (ALL_REDUCE, ATTENTION, MOE, LINEAR, SMALL, HEAD, SAMPLING, METADAT
 
 BEHIND_MLP = "all-reduce behind MLP"
 STEP_BOOKS, CYCLE_BOOKS, LEVEL_BOOKS = "step's own", "cycle's own", "draft level's own"
-"""Device work outside of networks: of a plain step, of a cycle, of a level of drafting."""
+"""Device work outside of networks and draws: of a plain step, a cycle, a level of drafting."""
+DRAW_LAUNCHES = 2
+"""Tiles of the vocabulary, then rows; see `eyas.kernels.draw`."""
 
 ACTIVATION = 2
 """Bytes of an activation."""
@@ -125,6 +127,7 @@ def logits(rows: int, hidden: int, vocab: int, ranks: int, bits: float) -> list[
         name="draws",
         component=SAMPLING,
         work=Work.SAMPLE,
+        launches=DRAW_LAUNCHES,
         rows=rows,
         moved=rows * vocab * ACTIVATION,
         width=vocab,

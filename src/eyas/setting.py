@@ -53,6 +53,8 @@ class Setting(Strict):
     """Whether verify attention reads keys and values for each node, not once for all."""
     capture: bool = True
     """Whether keeping hidden states for the drafter takes copies."""
+    tree: bool = False
+    """Whether a pass's rows are nodes of trees, not of chains."""
     expert_overlap: float = 0.0
     """0: a request's nodes choose experts independently and evenly; 1: all choose the same ones."""
 
