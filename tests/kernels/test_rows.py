@@ -31,6 +31,15 @@ def run_grid() -> None:
         found = module.take_rows_triton(index, *every[:count])
         wanted = module.take_rows_reference(index, *every[:count])
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    index = torch.tensor([[2, 0], [9, 0], [4, 0]], device=DEVICE)[:, 0]
+    for part, tensor in zip(module.take_rows_triton(index, *every), every, strict=True):
+        assert torch.equal(part, tensor[[2, 9, 4]])
+    for width in (1, 24, 1500):
+        x, out = torch.randn(5, width + 1, device=DEVICE), torch.zeros(5, 4000, device=DEVICE)
+        module.put_columns_triton(x[:, 1:], out[:, 7 : 7 + width])
+        assert torch.equal(out[:, 7 : 7 + width], x[:, 1:])
+        assert not out[:, :7].any(), "another's columns"
+        assert not out[:, 7 + width :].any(), "another's columns"
     counts = torch.tensor([1, 3, 2, 3], device=DEVICE)
     stepped = module.take_rows_triton(counts, *every, step=3, offset=-1)
     for part, tensor in zip(stepped, every, strict=True):
@@ -59,9 +68,13 @@ def test_steps_and_offsets() -> None:
 def test_compiles_for_hopper() -> None:
     """Fault: a kernel that only the interpreter takes."""
     names = [f"{side}{i}" for side in "st" for i in range(8)]
-    types = dict.fromkeys(names, "*bf16") | {"index_ptr": "*i64", "step": "i32", "offset": "i32"}
+    types = dict.fromkeys(names, "*bf16") | {"index_ptr": "*i64"}
+    types |= dict.fromkeys(("index_stride", "step", "offset"), "i32")
     widths = {f"W{i}": width for i, width in enumerate((4096, 1, 1, 0, 0, 0, 0, 0))}
     compiles(module._slot_rows_kernel, types, widths | {"BLOCK": module.BLOCK})
+    types = {"x_ptr": "*bf16", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("x_stride", "out_stride", "width"), "i32")
+    compiles(module._state_columns_kernel, types, {"BLOCK": module.BLOCK})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rows of several tensors at once, fetched by one index: what lies in slots.
+"""Rows of several tensors at once, fetched by one index: what lies in slots; columns put in place.
 
 One launch for up to eight tensors of any types and widths. Nothing is computed: bits are copied.
 """
@@ -29,6 +29,7 @@ def _copy(  # type: ignore[no-untyped-def]
 @triton.jit
 def _slot_rows_kernel(  # type: ignore[no-untyped-def]
     index_ptr,
+    index_stride,
     step,
     offset,
     s0,
@@ -62,7 +63,7 @@ def _slot_rows_kernel(  # type: ignore[no-untyped-def]
     take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = tl.load(index_ptr + row) + row * step + offset
+    source = tl.load(index_ptr + row * index_stride) + row * step + offset
     _copy(s0, t0, source, row, columns, W0)
     _copy(s1, t1, source, row, columns, W1)
     _copy(s2, t2, source, row, columns, W2)
@@ -79,11 +80,12 @@ def take_rows_triton(
     """See `take_rows`."""
     assert len(tensors) <= MOST, f"{len(tensors)} tensors, a launch takes {MOST}"
     assert all(t.is_contiguous() for t in tensors), "rows lie one behind the other"
-    count, index, missing = index.shape[0], index.contiguous(), MOST - len(tensors)
+    count, missing = index.shape[0], MOST - len(tensors)
     taken = [torch.empty(count, *t.shape[1:], dtype=t.dtype, device=t.device) for t in tensors]
     widths = [t[0].numel() for t in tensors] + [0] * missing
     _slot_rows_kernel[(count, triton.cdiv(max(widths), BLOCK))](
         index,
+        index.stride(0),
         step,
         offset,
         *tensors,
@@ -113,6 +115,34 @@ def take_rows(
     """Row `index[r] + r * step + offset` of every tensor [S, ...], for each r of int64[R]."""
     run = take_rows_triton if runs_kernels(index) else take_rows_reference
     return run(index, *tensors, step=step, offset=offset)
+
+
+@triton.jit
+def _state_columns_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, x_stride, out_stride, width, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    """Program (row, block of columns)."""
+    take_turn(EARLY)
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x_ptr + row * x_stride + column, column < width)
+    tl.store(out_ptr + row * out_stride + column, value, column < width)
+
+
+def put_columns_triton(x: torch.Tensor, out: torch.Tensor) -> None:
+    """See `put_columns`."""
+    assert x.stride(1) == out.stride(1) == 1, "a row's numbers lie side by side"
+    rows, width = x.shape
+    _state_columns_kernel[(rows, triton.cdiv(width, BLOCK))](
+        x, out, x.stride(0), out.stride(0), width, BLOCK=BLOCK, **turns(x)
+    )
+
+
+def put_columns(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write rows x [T, E] into the columns `out` [T, E] of a wider buffer of their type."""
+    if runs_kernels(x):
+        put_columns_triton(x, out)
+    else:
+        out.copy_(x)
 
 
 def cost(rows: int, row_bytes: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from eyas.attention.rope import Rope
+from eyas.kernels.rows import take_rows
 from eyas.model_config import RopeConfig
 
 
@@ -65,5 +66,6 @@ class Rotary(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> Rope:
         """Cosines and signed sines, float32 [..., 1, D] each, of `positions` int64[...]."""
-        cos, sin = self.table[positions].unsqueeze(-2).chunk(2, dim=-1)
+        [rows] = take_rows(positions.flatten(), self.table)
+        cos, sin = rows.view(*positions.shape, 1, -1).chunk(2, dim=-1)
         return cos, sin

@@ -17,6 +17,7 @@ from eyas.attention import Attend
 from eyas.attention.rope import Rope
 from eyas.config import SPARE_POSITIONS
 from eyas.distributed.group import SOLO, Group
+from eyas.kernels.rows import put_columns
 from eyas.kernels.terms import Delta
 from eyas.layers.basic import GatedMLP, RMSNorm, SelfAttention
 from eyas.layers.linear import (
@@ -146,7 +147,7 @@ class Decoder(nn.Module):
         """Write the stream at a boundary to its place in `aux`, if it is wanted."""
         if aux is not None and boundary in aux_layers:
             place = aux_layers.index(boundary) * self.config.hidden_size
-            aux[:, place : place + self.config.hidden_size] = x
+            put_columns(x, aux[:, place : place + self.config.hidden_size])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] in the model's dtype of hidden states [R, E] from `forward`."""

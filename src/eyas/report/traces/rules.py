@@ -92,10 +92,10 @@ RULES = (
     ),
     Rule(
         r"rms_?norm|layer_?norm|norm::|_norm|norm_kernel|qk_norm|rope|rotary|act_and_mul|silu|gelu|"
-        r"swiglu|gated_(silu|kernel)",
+        r"swiglu|gated_(silu|kernel)|_state_columns",
         NORM,
         "FlashInfer norm.cuh, SGLang and vLLM activation and rotary kernels, PyTorch inductor, "
-        "eyas kernels/norm.py and gated.py",
+        "eyas kernels/norm.py, gated.py and rows.py",
     ),
     Rule(
         r"flash|fmha|attn|attention|_mla|mla_|batch_?(decode|prefill)|merge_?state|xqa|"
