@@ -229,7 +229,7 @@ def bookkeeping(count: int) -> Iterator[Case]:
     yield Case(
         name="take_rows",
         run=lambda _: rows.take_rows(slots, lens, lens, table, hidden),
-        torch=lambda _: rows.take_num_rowsreference(slots, lens, lens, table, hidden),
+        torch=lambda _: rows.take_rows_reference(slots, lens, lens, table, hidden),
         moved=rows.cost(count, 16 + 8 * 128 + 2 * 4096)[1],
     )
     history = integers(9, 64, 4096)
