@@ -11,7 +11,7 @@ import torch
 
 from eyas.kernels.begin import Frontier, blocks_of, new_frontier
 from eyas.kernels.draw import COLUMNS, Scored, candidates, tiles_of
-from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns
+from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns, warps_of
 from eyas.kernels.order import key_of, number_of, score_of, without
 from eyas.kernels.tree import Pool
 
@@ -185,6 +185,7 @@ def advance_triton(
         states.shape[1],
         LANES=block_of(topk),
         COLUMNS=COLUMNS,
+        num_warps=max(4, warps_of(block_of(topk) * tiles.blocks["BLOCK"])),
         **tiles.blocks,
         **turns(states),
     )
