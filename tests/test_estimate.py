@@ -175,6 +175,33 @@ def test_small_kernels_of_few_rows_join_others(monkeypatch: pytest.MonkeyPatch) 
     assert plain.launches == predict(scenario("smollm2-135m", 3, SGLANG)).decode.launches
 
 
+def test_many_rows_of_an_expert_cost_more_than_its_bytes() -> None:
+    """Fault: a pass of hundreds of rows at the price of one that touches as many experts."""
+    machine = dataclasses.replace(H200, pairs_factor=Curve(((1.0, 1.0), (3.0, 1.0), (48.0, 4.0))))
+    few, many = (
+        next(op for op in target_pass(shape("deepseek-v2-lite"), Setting(batch=n), 1) if op.pairs)
+        for n in (1, 512)
+    )
+    assert (few.pairs, many.pairs) == (1.0, 512 * 6 / 64)
+    assert op_us(many, machine) == pytest.approx(4 * op_us(many, H200))
+    assert op_us(few, machine) == op_us(few, H200)
+
+
+def test_small_layers_and_narrow_heads_have_measures_of_their_own() -> None:
+    """Fault: a small model's rows and keys at a large one's price."""
+    steep = Curve(((1.0, 1.0), (512.0, 3.0)))
+    machine = dataclasses.replace(H200, small_rows_factor=steep, narrow_us=Curve(((0.0, 3.0),)))
+    small, large = (linear("layer", 576, out, 512, 16) for out in (3072, 65536))
+    assert op_us(small, machine) == pytest.approx(3 * H200.linear_us(small.weights))
+    assert op_us(large, machine) == op_us(large, H200)
+    narrow, wide = (
+        next(op for op in target_pass(shape(name), Setting(), 1) if op.kv)
+        for name in ("smollm2-135m", "llama-3.1-8b")
+    )
+    assert op_us(narrow, machine) == pytest.approx(3.0, rel=0.1)
+    assert op_us(wide, machine) == op_us(wide, H200)
+
+
 def test_what_joins_experts_costs_its_bytes_on_a_calibrated_machine() -> None:
     """Fault: a curve that begins above the shared expert's bytes gives it for nothing."""
     target, machine = shape("deepseek-v2-lite"), load_profile("h200-eyas")

@@ -107,7 +107,7 @@ def broken(change: str) -> Any:
     ("change", "message"),
     [
         ("schema", "no record of schema"),
-        ("version", "version 7: this program reads version 1"),
+        ("version", "version 7: this program reads version 2"),
         ("missing", "no complete profile"),
         ("unknown", "unknown key 'weight_kg'"),
         ("sourceless", "small_us of profile 'h200': has no source"),

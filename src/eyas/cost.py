@@ -23,6 +23,7 @@ from eyas.operations import (
     LEVEL_BOOKS,
     METADATA,
     MOE,
+    NARROW,
     STEP_BOOKS,
     Joins,
     Op,
@@ -208,7 +209,8 @@ def attention_ops(shape: AttentionLayer, setting: Setting, nodes: int) -> list[O
     if shape.qk_norm:
         ops.append(small("norms of queries and keys", rows, (heads + kv_heads) * dim))
     keys = 2 * kv_heads * dim
-    ops += _attend(Work.HEADS, shape, setting, nodes, keys, heads * 4 * dim, heads * 2 * dim)
+    work = Work.NARROW if dim <= NARROW else Work.HEADS
+    ops += _attend(work, shape, setting, nodes, keys, heads * 4 * dim, heads * 2 * dim)
     ops.append(linear("o", heads * dim, shape.hidden, rows, shape.bits))
     return ops
 
@@ -304,6 +306,7 @@ def moe_ops(moe: MoEConfig, hidden: int, setting: Setting, nodes: int) -> list[O
             weights=experts * one * precision.expert / 8,
             moved=rows * moe.top_k * (hidden + moe.intermediate_size / ranks) * 2 * ACTIVATION,
             flops=2 * rows * moe.top_k * one,
+            pairs=rows * moe.top_k / experts,
         ),
     ]
     if moe.shared_size:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from eyas.config import SpeculationConfig, Strict, option, require
 from eyas.cost import Cycle, cycle_ops, plain_step, require_shares
-from eyas.hardware import BEST, MANY_ROWS, Curve, HardwareProfile
+from eyas.hardware import BEST, MANY_ROWS, SMALL_LAYER, Curve, HardwareProfile
 from eyas.kernels.experts_triton import SHARED_ROWS
 from eyas.kernels.router import MOST_ROWS as CHOSEN_ROWS
 from eyas.kernels.skinny_plan import MOST_ROWS, plan_of
@@ -167,17 +167,13 @@ def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: in
     """One time of an operation, on the device."""
     match op.work:
         case Work.LINEAR:
-            base, curve = profile.linear_us(0), profile.linear_us
-            us = base + (curve(op.weights) - base) * profile.rows_factor(min(op.rows, MANY_ROWS))
-            return max(us, _arithmetic_us(op, profile, base))
+            return _linear_us(op, profile)
         case Work.EXPERTS:
-            base = profile.experts_us(0)
-            return max(profile.experts_us(op.weights), _arithmetic_us(op, profile, base))
-        case Work.HEADS | Work.LATENT:
-            latent = software.latent_us or profile.latent_us
-            curve = profile.attention_us if op.work is Work.HEADS else latent
-            arithmetic = op.flops / profile.attention_tflops / 1e6
-            us = max(curve(_keys_bytes(op, profile)), curve(0) + arithmetic)
+            us = profile.experts_us(op.weights) * profile.pairs_factor(op.pairs)
+            return max(us, _arithmetic_us(op, profile, profile.experts_us(0)))
+        case Work.HEADS | Work.NARROW | Work.LATENT:
+            curve, tflops = _attention(op.work, profile, software)
+            us = max(curve(_keys_bytes(op, profile)), curve(0) + op.flops / tflops / 1e6)
             walk = op.width * profile.serial_ns / 1e3 if software.prefill_attention else 0.0
             return max(us, walk) + software.cache_launches * profile.small_us
         case Work.SMALL:
@@ -192,6 +188,25 @@ def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: in
         case Work.FIXED:
             books = {STEP_BOOKS: profile.decode_us, LEVEL_BOOKS: profile.step_us}
             return books.get(op.name, profile.cycle_us)
+
+
+def _linear_us(op: Op, profile: HardwareProfile) -> float:
+    """Of few rows by bytes; what more rows cost is told for large and for small layers."""
+    base, one = profile.linear_us(0), profile.linear_us(op.weights)
+    if op.weights > SMALL_LAYER:
+        us = base + (one - base) * profile.rows_factor(min(op.rows, MANY_ROWS))
+        return max(us, _arithmetic_us(op, profile, base))
+    factor = profile.small_rows_factor
+    return max(one * factor(min(op.rows, factor.points[-1][0])), _arithmetic_us(op, profile, base))
+
+
+def _attention(work: Work, profile: HardwareProfile, software: Software) -> tuple[Curve, float]:
+    """Times over bytes of keys, and TFLOPS of many rows."""
+    if work is Work.LATENT:
+        return software.latent_us or profile.latent_us, profile.latent_tflops
+    if work is Work.NARROW:
+        return profile.narrow_us, profile.narrow_tflops
+    return profile.attention_us, profile.attention_tflops
 
 
 def _keys_bytes(op: Op, profile: HardwareProfile) -> float:

@@ -20,7 +20,7 @@ from typing import Any, Self, get_type_hints
 from eyas.config import Strict, require
 from eyas.errors import ConfigError
 
-SCHEMA, VERSION = "eyas.hardware", 1
+SCHEMA, VERSION = "eyas.hardware", 2
 PROFILES = Path(__file__).parent / "profiles"
 BEST = "best"
 """The fastest kind of all-reduce for a message."""
@@ -93,15 +93,26 @@ class HardwareProfile(Strict):
     """A linear layer of few rows, over bytes of weights."""
     rows_factor: Curve
     """What more rows cost a large linear layer, over rows; 1 at one row."""
+    small_rows_factor: Curve
+    """The same of one of `SMALL_LAYER` bytes or less, over more rows."""
     matmul_tflops: Curve
     """Reached by a large matmul, over rows; counts above `MANY_ROWS`."""
     experts_us: Curve
     """Routed experts of a layer without their router, over bytes of touched weights."""
+    pairs_factor: Curve
+    """What more rows cost them, over rows that a touched expert has on average; 1 for few."""
     attention_us: Curve
     """Grouped-query attention of a layer, over bytes of keys and values read."""
+    narrow_us: Curve
+    """The same with heads of 64 numbers or less."""
     latent_us: Curve
     """Latent attention of a layer, over bytes of latents read."""
     attention_tflops: float
+    """Reached by many new rows of heads."""
+    narrow_tflops: float
+    """The same with heads of 64 numbers or less."""
+    latent_tflops: float
+    """The same of heads over latents."""
     serial_ns: float
     """A position of attention that walks a request's keys without splitting them."""
     sampling_us: Curve
@@ -140,7 +151,8 @@ class HardwareProfile(Strict):
             value = getattr(self, name)
             fine = isinstance(value, Curve) or (math.isfinite(value) and value >= 0)
             require(fine, f"{name}={value}", "must be a number from 0 on", "mend the profile")
-        for name in ("memory_gb", "read_gb_s", "copy_gb_s", "cache_gb_s", "attention_tflops"):
+        rates = ("memory_gb", "read_gb_s", "copy_gb_s", "cache_gb_s")
+        for name in (*rates, "attention_tflops", "narrow_tflops", "latent_tflops"):
             value = getattr(self, name)
             require(value > 0, f"{name}={value}", "must be positive", "mend the profile")
         require(
@@ -232,6 +244,8 @@ class HardwareProfile(Strict):
             ) from e
 
 
+SMALL_LAYER = 2**23
+"""Bytes of a linear layer that more rows than few cost otherwise than a large one."""
 MANY_ROWS = 64
 """Up to so many rows a linear layer is bound by its weights' bytes."""
 

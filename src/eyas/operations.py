@@ -22,6 +22,8 @@ STEP_BOOKS, CYCLE_BOOKS, LEVEL_BOOKS = "step's own", "cycle's own", "draft level
 DRAW_LAUNCHES = 2
 """Tiles of the vocabulary, then rows; see `eyas.kernels.draw`."""
 
+NARROW = 64
+"""Numbers of a head up to which attention is narrow."""
 ACTIVATION = 2
 """Bytes of an activation."""
 
@@ -32,6 +34,7 @@ class Work(enum.Enum):
     LINEAR = "weights of a linear layer"
     EXPERTS = "weights of routed experts"
     HEADS = "keys and values of heads"
+    NARROW = "keys and values of narrow heads"
     LATENT = "latents"
     SMALL = "a launch"
     SAMPLE = "scores of a vocabulary"
@@ -72,6 +75,8 @@ class Op:
     """Bytes that a collective adds up or gathers, as every rank holds them afterwards."""
     width: int = 0
     """Scores in a row that is sampled; positions that attention walks."""
+    pairs: float = 0.0
+    """Rows that a touched expert has on average."""
     joins: Joins | None = None
     layer: tuple[int, int, float] | None = None
     """Outputs, inputs and bits of a weight: a linear layer's, or of the one that an op may join."""

@@ -30,7 +30,9 @@ SMALL = Sizes(
     many_rows=(128,),
     experts=((8, 64, 32, 2),),
     contexts=((1, 16), (1, 64), (2, 32)),
-    arithmetic=(16, 4, 32),
+    crowds=(16,),
+    small=(64, 64),
+    arithmetic=(2, 4, 32),
     vocabularies=(256, 1024),
 )
 
@@ -95,11 +97,12 @@ def test_a_linear_layer_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experts_are_counted_as_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: bytes of all experts, or of every row's, instead of the distinct ones."""
     monkeypatch.setattr(Timer, "us", lambda self, calls: float(len([call() for call in calls])))
-    found = parts.routed_experts(machine())
+    found, factors = parts.routed_experts(machine())
     one = 3 * 64 * 32 * 2
     fewest, most = found.points[0][0], found.points[-1][0]
     assert fewest == 2 * one
     assert 7 * one < most <= 8 * one
+    assert [x for x, _ in factors.points][:1] == [1]
 
 
 def test_attention_is_of_the_positions_asked_for() -> None:

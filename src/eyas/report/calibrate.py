@@ -51,7 +51,6 @@ def calibrate(
         for name, step in bar.track(list(steps.items()), description="measuring"):
             bar.console.print(f"  {name}", style="dim") if progress else None
             values |= step()
-    values["attention_tflops"] = parts.attention_tflops(machine, _first(values["latent_us"]))
     name = _name(machine)
     blank: Values = dict.fromkeys(("decode_us", "cycle_us", "step_us", "host_us"), 0.0)
     profile = _profile(config, name, values | blank, tables)
@@ -79,7 +78,7 @@ def _steps(machine: Machine) -> dict[str, Callable[[], Values]]:
     return {
         "memory": lambda: _memory(machine),
         "linear layers": lambda: _linear(machine),
-        "experts": lambda: {"experts_us": parts.routed_experts(machine)},
+        "experts": lambda: _experts(machine),
         "attention": lambda: _attention(machine),
         "small kernels and launches": lambda: _launches(machine),
         "sampling": lambda: {"sampling_us": parts.sampling(machine)},
@@ -102,14 +101,28 @@ def _memory(machine: Machine) -> Values:
 
 
 def _linear(machine: Machine) -> Values:
-    one, factors, flops = parts.linear_layers(machine)
-    return {"linear_us": one, "rows_factor": factors, "matmul_tflops": flops}
+    one, factors, small, flops = parts.linear_layers(machine)
+    return {
+        "linear_us": one,
+        "rows_factor": factors,
+        "small_rows_factor": small,
+        "matmul_tflops": flops,
+    }
+
+
+def _experts(machine: Machine) -> Values:
+    one, factors = parts.routed_experts(machine)
+    return {"experts_us": one, "pairs_factor": factors}
 
 
 def _attention(machine: Machine) -> Values:
-    heads = parts.attention(machine, parts.HEADS)
-    latent = parts.attention(machine, parts.LATENT)
-    return {"attention_us": heads, "latent_us": latent, "serial_ns": _serial_ns(machine)}
+    kinds = {"attention": parts.HEADS, "narrow": parts.NARROW, "latent": parts.LATENT}
+    values: Values = {"serial_ns": _serial_ns(machine)}
+    for name, kind in kinds.items():
+        curve = parts.attention(machine, kind)
+        values[f"{name}_us"] = curve
+        values[f"{name}_tflops"] = parts.attention_tflops(machine, kind, curve.points[0][1])
+    return values
 
 
 def _serial_ns(machine: Machine) -> float:
@@ -162,10 +175,6 @@ def _name(machine: Machine) -> str:
         return torch.cuda.get_device_name(machine.device)
     found = cpu()
     return f"{found['model']}, {found['cores']} cores, {torch.get_num_threads()} threads"
-
-
-def _first(value: float | Curve) -> float:
-    return value.points[0][1] if isinstance(value, Curve) else value
 
 
 def show(console: Console, profile: HardwareProfile) -> None:

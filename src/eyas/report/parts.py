@@ -32,6 +32,8 @@ from eyas.sampling import SamplingRows
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 64)
 PAGE, KV_BYTES = 16, 2
 """Keys count as 16 bits, whatever the pool of a device keeps."""
+FEW_TO_AN_EXPERT = (1, 2, 4, 8, 32)
+"""Rows of which few share an expert."""
 COPIES = 48
 """Copies of weights at most, so that none is in a cache when its turn comes."""
 
@@ -47,12 +49,16 @@ class Sizes:
     large: tuple[int, int]
     """The layer whose rows are many."""
     many_rows: tuple[int, ...]
+    small: tuple[int, int]
+    """The layer that stands for small ones."""
     experts: tuple[tuple[int, int, int, int], ...]
     """Experts, hidden size, intermediate size of one, experts a row."""
     contexts: tuple[tuple[int, int], ...]
     """Requests and their committed positions."""
+    crowds: tuple[int, ...]
+    """Rows whose experts are many to each."""
     arithmetic: tuple[int, int, int]
-    """Latent heads, rows and positions where arithmetic bounds attention."""
+    """Requests, rows of each and positions where arithmetic bounds attention."""
     vocabularies: tuple[int, ...] = (32_000, 49_152, 128_256)
 
 
@@ -69,18 +75,22 @@ CPU_SIZES = Sizes(
     ),
     large=(4096, 4096),
     many_rows=(128, 256),
+    small=(960, 576),
     experts=((16, 512, 256, 4),),
     contexts=((1, 64), (1, 256), (1, 1024), (4, 256)),
-    arithmetic=(32, 16, 256),
+    crowds=(64,),
+    arithmetic=(1, 16, 256),
 )
 GPU_SIZES = Sizes(
     tensor_bytes=2**31,
     layers=(*CPU_SIZES.layers, (4096, 14_336), (28_672, 4096), (128_256, 4096)),
     large=(28_672, 4096),
     many_rows=(128, 256, 512, 1024, 2048),
+    small=(3072, 576),
     experts=((64, 2048, 352, 6), (64, 2048, 1408, 6)),
     contexts=((1, 64), (1, 256), (1, 1024), (1, 8192), (1, 32_768), (8, 1024), (8, 8192)),
-    arithmetic=(128, 32, 4096),
+    crowds=(64, 128, 256, 512),
+    arithmetic=(8, 16, 4096),
 )
 
 
@@ -145,28 +155,41 @@ def _layer(weight: torch.Tensor) -> Linear:
     return layer
 
 
-def linear_layers(machine: Machine) -> tuple[Curve, Curve, Curve]:
-    """Times of one row over bytes; factors of few rows; TFLOPS of many rows."""
+def linear_layers(machine: Machine) -> tuple[Curve, Curve, Curve, Curve]:
+    """Times of one row over bytes; factors of few rows, of a large and a small layer; TFLOPS."""
     sizes, large = machine.sizes, machine.sizes.large
     points = [
         (outputs * inputs * machine.dtype.itemsize, linear_us(machine, outputs, inputs, 1))
         for outputs, inputs in sizes.layers
     ]
-    one = linear_us(machine, *large, 1)
-    factors = [(n, max(0.5, linear_us(machine, *large, n) / one)) for n in FEW_ROWS]
+    few = _factors(machine, large, FEW_ROWS)
     work = 2 * large[0] * large[1] / 1e6
     flops = [(n, n * work / linear_us(machine, *large, n)) for n in sizes.many_rows]
-    return curve(points), curve([(1.0, 1.0), *factors[1:]]), curve(flops)
+    small = _factors(machine, sizes.small, (*FEW_ROWS, *sizes.many_rows))
+    return curve(points), few, small, curve(flops)
 
 
-def routed_experts(machine: Machine) -> Curve:
-    """Experts of a layer over bytes of the touched ones, from one row to many."""
-    points = []
+def _factors(machine: Machine, layer: tuple[int, int], rows: tuple[int, ...]) -> Curve:
+    """What more rows cost a layer."""
+    one = linear_us(machine, *layer, 1)
+    found = [(n, max(0.5, linear_us(machine, *layer, n) / one)) for n in rows if n > 1]
+    return curve([(1.0, 1.0), *found])
+
+
+def routed_experts(machine: Machine) -> tuple[Curve, Curve]:
+    """Experts of a layer over bytes of the touched ones; the factor of rows that share them."""
+    points, factors = [], [(1.0, 1.0)]
     for count, hidden, size, top_k in machine.sizes.experts:
         weights = (machine.normal(count, 2 * size, hidden), machine.normal(count, hidden, size))
-        for rows in (1, 2, 4, 8, 32):
+        for rows in FEW_TO_AN_EXPERT:
             points.append(_experts(machine, weights, rows, top_k))
-    return curve(points)
+    _, few_us = points[-1]  # the last experts stand for all here
+    one = 3 * hidden * size * machine.dtype.itemsize
+    for rows in machine.sizes.crowds:
+        touched, us = _experts(machine, weights, rows, top_k)
+        factors.append((rows * top_k * one / touched, max(1.0, us / few_us)))
+    few = max(1.0, FEW_TO_AN_EXPERT[-1] * top_k / count)
+    return curve(points), curve([*factors, (few, 1.0)])
 
 
 def _experts(
@@ -187,6 +210,7 @@ def _experts(
 
 
 HEADS = (32, AttentionShape.heads(1, 8, 128), 128)
+NARROW = (9, AttentionShape.heads(1, 3, 64), 64)
 LATENT = (
     16,
     AttentionShape(
@@ -251,12 +275,12 @@ def attention(machine: Machine, kind: Kind) -> Curve:
     return curve((b * n * values, attention_us(machine, kind, b, n)) for b, n in cases)
 
 
-def attention_tflops(machine: Machine, base_us: float) -> float:
-    """Reached where arithmetic is the bound: many latent heads, many rows."""
-    heads, rows, context = machine.sizes.arithmetic
-    kind = (heads, LATENT[1], LATENT[2])
-    flops = 2 * heads * rows * context * (LATENT[1].key_dim + LATENT[1].value_dim)
-    us = attention_us(machine, kind, 1, context, rows)
+def attention_tflops(machine: Machine, kind: Kind, base_us: float) -> float:
+    """Reached where arithmetic is the bound: many rows. `base_us` is what few keys take."""
+    batch, rows, context = machine.sizes.arithmetic
+    heads, shape, _ = kind
+    flops = 2 * batch * heads * rows * context * (shape.key_dim + shape.value_dim)
+    us = attention_us(machine, kind, batch, context, rows)
     return flops / max(1e-3, us - min(base_us, us / 2)) / 1e6
 
 
