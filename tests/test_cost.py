@@ -335,3 +335,15 @@ def test_drafters_of_both_kinds_can_be_counted() -> None:
     ops = draft_pass(drafter, Setting(context=100, ranks=8, sharded_drafter=True), 1)
     assert {op.work for op in ops if op.kv} == {Work.LATENT}
     assert total(ops, "kv") == 100 * 576 * 2
+
+
+def test_a_drafter_in_8_bits_cuts_its_rows_in_launches_of_their_own() -> None:
+    """Fault: 13 launches of a chain of 3 that a plan does not know (327 on an H200, 314 in 16)."""
+    target = shape("llama-3.1-8b")
+    counts = []
+    for bits in (16.0, 8.0):
+        setting = Setting(precision=Precision(draft_bits=bits, extend_bits=bits))
+        cycle = cycle_ops(target, dummy_drafter_config(target), SpeculationConfig.chain(3), setting)
+        ops = (*cycle.draft, *cycle.verify, *cycle.extend)
+        counts.append(sum(op.launches * op.times for op in ops))
+    assert counts[1] - counts[0] == 13

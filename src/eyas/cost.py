@@ -327,7 +327,7 @@ def draft_pass(
     if isinstance(config, ModelConfig):
         return target_pass(config, _drafting(setting), rows_each)
     ops = _draft_layers(config, setting, rows_each)
-    return merged([*ops, *_draft_logits(config, setting, rows_each)])
+    return merged(_in_planes([*ops, *_draft_logits(config, setting, rows_each)]))
 
 
 def extend_pass(config: DrafterConfig | ModelConfig, setting: Setting, rows_each: int) -> list[Op]:
@@ -346,7 +346,20 @@ def extend_pass(config: DrafterConfig | ModelConfig, setting: Setting, rows_each
             linear("fusion of states", width, config.hidden_size, rows, precision.extend_bits)
         )
     ops += _draft_layers(config, dataclasses.replace(setting, precision=whole), rows_each)
-    return merged([*ops, *_draft_logits(config, setting, 1)])
+    return merged(_in_planes([*ops, *_draft_logits(config, setting, 1)]))
+
+
+def _in_planes(ops: Sequence[Op]) -> list[Op]:
+    """The same where 8-bit layers cut their rows in planes, in a launch of their own.
+
+    Behind a norm alone, as gates and ups are, the norm's launch does it (`eyas.kernels.planes`).
+    """
+    return [
+        dataclasses.replace(op, launches=2)
+        if op.work is Work.LINEAR and op.layer and op.layer[2] == 8 and "up" not in op.name
+        else op
+        for op in ops
+    ]
 
 
 def _drafting(setting: Setting) -> Setting:

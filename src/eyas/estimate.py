@@ -167,7 +167,7 @@ def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: in
     """One time of an operation, on the device."""
     match op.work:
         case Work.LINEAR:
-            return _linear_us(op, profile)
+            return _linear_us(op, profile) + (op.launches - 1) * profile.small_us
         case Work.EXPERTS:
             us = profile.experts_us(op.weights) * profile.pairs_factor(op.pairs)
             return max(us, _arithmetic_us(op, profile, profile.experts_us(0)))
