@@ -187,6 +187,15 @@ def test_many_rows_of_an_expert_cost_more_than_its_bytes() -> None:
     assert op_us(few, machine) == op_us(few, H200)
 
 
+def test_rows_are_cut_for_8_bit_layers_on_a_gpu_alone() -> None:
+    """Fault: a CPU's plan that pays for launches that only a GPU makes."""
+    layer = linear("layer", 576, 960, 1, 8)
+    cut = dataclasses.replace(layer, launches=2)
+    on_cpu = dataclasses.replace(H200, eager_us=0.0)
+    assert op_us(cut, on_cpu) == op_us(layer, on_cpu)
+    assert op_us(cut, H200) == pytest.approx(op_us(layer, H200) + H200.small_us)
+
+
 def test_small_layers_and_narrow_heads_have_measures_of_their_own() -> None:
     """Fault: a small model's rows and keys at a large one's price."""
     steep = Curve(((1.0, 1.0), (512.0, 3.0)))

@@ -356,7 +356,7 @@ def _in_planes(ops: Sequence[Op]) -> list[Op]:
     """
     return [
         dataclasses.replace(op, launches=2)
-        if op.work is Work.LINEAR and op.layer and op.layer[2] == 8 and "up" not in op.name
+        if op.work is Work.LINEAR and op.layer and op.layer[2] == 8 and not op.normed
         else op
         for op in ops
     ]

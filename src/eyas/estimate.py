@@ -167,7 +167,8 @@ def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: in
     """One time of an operation, on the device."""
     match op.work:
         case Work.LINEAR:
-            return _linear_us(op, profile) + (op.launches - 1) * profile.small_us
+            cuts = profile.small_us if profile.eager_us else 0.0  # a CPU takes rows as they are
+            return _linear_us(op, profile) + (op.launches - 1) * cuts
         case Work.EXPERTS:
             us = profile.experts_us(op.weights) * profile.pairs_factor(op.pairs)
             return max(us, _arithmetic_us(op, profile, profile.experts_us(0)))

@@ -77,6 +77,8 @@ class Op:
     """Scores in a row that is sampled; positions that attention walks."""
     pairs: float = 0.0
     """Rows that a touched expert has on average."""
+    normed: bool = False
+    """Whether a linear layer's rows come from a norm that may be part of what prepares them."""
     joins: Joins | None = None
     layer: tuple[int, int, float] | None = None
     """Outputs, inputs and bits of a weight: a linear layer's, or of the one that an op may join."""
@@ -118,6 +120,7 @@ def mlp(
     """A gated MLP of which a rank has its share of `size`."""
     own = size // ranks
     up = linear(f"{name}: gate and up", hidden, 2 * own, rows, bits, component)
+    up = dataclasses.replace(up, normed=True)
     gate = small(f"{name}: gate", rows, 1.5 * own)
     down = linear(f"{name}: down", own, hidden, rows, bits, component)
     return [up, dataclasses.replace(gate, joins=Joins.GATE, layer=up.layer), down]

@@ -32,8 +32,9 @@ WIDE = {
 }
 PLANS = SMALL if DEVICE == "cpu" else WIDE
 MOST = 35
-ROUNDING = 0.0 if DEVICE == "cpu" else 8e-3
 """Rows of the largest pass: more than a program takes."""
+ROUNDING = 0.0 if DEVICE == "cpu" else 2**-7
+"""A unit in bfloat16's last place, by which a norm may be off on a GPU."""
 PARTS = (slice(0, 1), slice(3, 8), slice(14, 29), slice(2, 34))
 REAL = [
     ((6144, 8192), False),
@@ -107,7 +108,7 @@ def check_norms() -> None:
         found = module.planes_triton(case.x, norm)
         alone = module.planes_triton(normed)
         held, wanted = (numbers(planes) * units[:, None] for planes, units, _ in (found, alone))
-        torch.testing.assert_close(held, wanted, rtol=ROUNDING, atol=ROUNDING)
+        torch.testing.assert_close(held, wanted, rtol=ROUNDING, atol=ROUNDING / 16)
         assert torch.equal(found[2], total), "the residual"
         layer = (case.weight, case.scales, case.bias, Counters())
         y, total = planes.int8_norm_linear(case.x[None], norm, *layer)

@@ -102,7 +102,10 @@ def test_experts_are_counted_as_touched(monkeypatch: pytest.MonkeyPatch) -> None
     fewest, most = found.points[0][0], found.points[-1][0]
     assert fewest == 2 * one
     assert 7 * one < most <= 8 * one
-    assert [x for x, _ in factors.points][:1] == [1]
+    (alone, few, all_of_8), ys = zip(*factors.points, strict=True)
+    assert (alone, all_of_8) == (1, 32 * 2 / 8), "rows of an expert at 32 rows"
+    assert 16 * 2 / 8 <= few < 16 * 2 / 7, "and at 16, by the experts that they touch"
+    assert ys == (1, 1, 1)
 
 
 def test_attention_is_of_the_positions_asked_for() -> None:
