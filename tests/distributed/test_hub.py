@@ -26,6 +26,7 @@ from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
 from tests.distributed.worlds import LLAMA, TinySource, ranked_engine
 from tests.helpers import Job, chain, outputs, run_all, toy_tokenizer
+from tests.processes import environment
 
 SOON = 10.0
 """Seconds; the contract is 30."""
@@ -231,14 +232,13 @@ def generating(folder: Path, how: str = "") -> Iterator[tuple[subprocess.Popen[s
     """A process that is rank 0 and generates without end, and rank 1's id; both must end."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    search = [str(Path.cwd()), *(path for path in sys.path if path)]
     process = subprocess.Popen(
         [sys.executable, str(script), how],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": ":".join(search)},
+        env=environment(),
     )
     assert process.stdout is not None
     pid = int(process.stdout.readline())

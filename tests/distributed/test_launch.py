@@ -20,6 +20,7 @@ from eyas.distributed.control import Door, Wire
 from eyas.distributed.launch import spawn
 from eyas.errors import ConfigError, RankError
 from tests.chat_model import write_chat_model, write_drafter
+from tests.processes import environment
 
 PROMPTS = ["hello there", "abc"]
 PARAMS = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, temperature=0.8, seed=3)]
@@ -114,13 +115,12 @@ def test_strangers_are_not_let_in() -> None:
 def run_torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`count` processes by torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    search = [str(Path.cwd()), *(path for path in sys.path if path)]
     return subprocess.run(
         [*launcher, "--nproc-per-node", str(count), *arguments],
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": ":".join(search), "OMP_NUM_THREADS": "1"},
+        env=environment(OMP_NUM_THREADS="1"),
     )
 
 

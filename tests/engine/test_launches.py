@@ -7,7 +7,6 @@ that computes is a launch or more, every kernel of ours is one. Attention is a G
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -20,7 +19,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-import eyas
 from eyas.attention.triton import TritonAttention
 from eyas.config import SamplingParams, SpeculationConfig
 from eyas.cost import cycle_ops, plain_step
@@ -35,6 +33,7 @@ from eyas.operations import METADATA, SAMPLING
 from eyas.setting import Setting
 from tests.helpers import Job, make_engine, run_all, tiny_drafter, tiny_model, tiny_target
 from tests.kernels.running import DEVICE
+from tests.processes import environment
 
 UNWRITTEN = {"empty", "empty_like", "new_empty", "empty_strided", "detach"}
 """Operators that compute nothing, besides views."""
@@ -163,10 +162,9 @@ def count() -> dict[str, dict[str, int]]:
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is what counts")
 def test_cycles_launch_no_more_than_they_did() -> None:
     """Fault: an operator of torch, or a launch more, between two passes of a network."""
-    path = os.pathsep.join((str(Path(eyas.__file__).parents[1]), str(Path(__file__).parents[2])))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, str(Path(__file__))]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    interpreted = environment(TRITON_INTERPRET="1")
+    done = subprocess.run(command, env=interpreted, check=True, capture_output=True, text=True)
     found: dict[str, dict[str, int]] = json.loads(done.stdout)
     assert {name.rsplit(" ", 1)[0] for name in found} == set(LAUNCHES)
     for name, seen in found.items():

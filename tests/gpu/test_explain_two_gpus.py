@@ -6,7 +6,6 @@ NCCL reads its variables once in a process, so each run has its own.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ if torch.cuda.device_count() < 2:
     pytest.skip("fewer than two GPUs", allow_module_level=True)
 
 from tests.gpu.test_explain import check, told
+from tests.processes import ROOT, environment
 
 SCRIPT = """
 import json, sys
@@ -29,19 +29,14 @@ from tests.gpu.test_explain import explained, load
 record = explained(load("shape:llama-3.1-8b", tp=2), cycles=16)
 Path(sys.argv[1]).write_text(json.dumps(record))
 """
-ROOT = Path(__file__).parents[2]
 QUIET = {"NCCL_NVLS_ENABLE": "0"}
 """NVLink multicast is not everywhere, and where it is half there NCCL fails."""
 
 
 def run(file: Path, **variables: str) -> dict[str, Any]:
     """The record of a run whose ranks see `variables`."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = {**os.environ, **QUIET, **variables, "PYTHONPATH": path}
-    command = [sys.executable, "-c", SCRIPT, str(file)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+    command, seen = [sys.executable, "-c", SCRIPT, str(file)], environment(**QUIET | variables)
+    done = subprocess.run(command, cwd=ROOT, env=seen, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     record: dict[str, Any] = json.loads(file.read_text())
     return record

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import eyas
+from tests.processes import environment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -32,10 +30,8 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 def interpret(file: str, *arguments: str) -> None:
     """Run a test file as a script in a process whose Triton interprets."""
-    source = Path(eyas.__file__).parents[1]
-    path = os.pathsep.join((str(source), str(Path(__file__).parents[2])))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    subprocess.run([sys.executable, file, *arguments], env=environment, check=True)
+    command = [sys.executable, file, *arguments]
+    subprocess.run(command, env=environment(TRITON_INTERPRET="1"), check=True)
 
 
 def compiles(

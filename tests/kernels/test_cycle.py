@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import eyas
 from eyas.config import SamplingParams, SpeculationConfig
 from eyas.engine.drafters import Network
 from tests.helpers import (
@@ -28,6 +26,7 @@ from tests.helpers import (
     tiny_target,
 )
 from tests.kernels.running import DEVICE, on_gpu
+from tests.processes import environment
 
 LAYERS = 3
 TARGETS: dict[str, dict[str, Any]] = {
@@ -67,11 +66,9 @@ def write(device: torch.device = CPU) -> dict[str, list[list[int]]]:
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 def test_interpreted_cycles_write_the_same_text() -> None:
     """Fault: kernels that agree with their references one by one but are put together wrongly."""
-    source = Path(eyas.__file__).parents[1]
-    path = os.pathsep.join((str(source), str(Path(__file__).parents[2])))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, str(Path(__file__))]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    interpreted = environment(TRITON_INTERPRET="1")
+    done = subprocess.run(command, env=interpreted, check=True, capture_output=True, text=True)
     assert json.loads(done.stdout) == write()
 
 
