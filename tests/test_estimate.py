@@ -21,7 +21,7 @@ from eyas.estimate import (
     op_us,
     predict,
 )
-from eyas.hardware import Curve, load_profile
+from eyas.hardware import Curve, Family, Times, load_profile
 from eyas.kernels import router
 from eyas.model_config import ModelConfig
 from eyas.models.dummy import dummy_drafter_config
@@ -31,6 +31,11 @@ from eyas.setting import Precision, Setting
 
 H200 = load_profile("h200")
 BOX = load_profile("rtx-pro-6000-tuned")
+
+
+def times(*points: tuple[float, float]) -> Times:
+    """Of attention, whatever walks."""
+    return Family(((1.0, Family(((1.0, Curve(points)),))),))
 
 
 def shape(name: str) -> ModelConfig:
@@ -197,11 +202,15 @@ def test_rows_are_cut_for_8_bit_layers_on_a_gpu_alone() -> None:
 
 
 def test_small_layers_and_narrow_heads_have_measures_of_their_own() -> None:
-    """Fault: a small model's rows and keys at a large one's price."""
-    steep = Curve(((1.0, 1.0), (512.0, 3.0)))
-    machine = dataclasses.replace(H200, small_rows_factor=steep, narrow_us=Curve(((0.0, 3.0),)))
-    small, large = (linear("layer", 576, out, 512, 16) for out in (3072, 65536))
+    """Fault: a small model's rows and keys at a large one's price; rows past the last point."""
+    steep, flat = Curve(((1.0, 1.0), (512.0, 3.0))), Curve(((1.0, 1.0), (512.0, 1.0)))
+    factors = Family(((576.0 * 576 * 2, flat), (576.0 * 3072 * 2, steep)))
+    machine = dataclasses.replace(H200, small_rows_factor=factors, narrow_us=times((0.0, 3.0)))
+    smallest, small, large = (linear("layer", 576, out, 512, 16) for out in (576, 3072, 65536))
+    assert op_us(smallest, machine) == pytest.approx(H200.linear_us(smallest.weights))
     assert op_us(small, machine) == pytest.approx(3 * H200.linear_us(small.weights))
+    more = dataclasses.replace(small, rows=700)
+    assert op_us(more, machine) == pytest.approx(op_us(small, machine))
     assert op_us(large, machine) == op_us(large, H200)
     narrow, wide = (
         next(op for op in target_pass(shape(name), Setting(), 1) if op.kv)
@@ -209,6 +218,35 @@ def test_small_layers_and_narrow_heads_have_measures_of_their_own() -> None:
     )
     assert op_us(narrow, machine) == pytest.approx(3.0, rel=0.1)
     assert op_us(wide, machine) == op_us(wide, H200)
+
+
+def test_attention_depends_on_who_walks() -> None:
+    """Fault: 8 requests at the price of one, 16 nodes at that of 4; a rank's heads uncounted."""
+    known = Family(
+        tuple(
+            (walks, Family(tuple((side, Curve(((0.0, walks + side),))) for side in (4.0, 16.0))))
+            for walks in (8.0, 64.0)
+        )
+    )
+    machine = dataclasses.replace(H200, attention_us=known, attention_tflops=1e6)
+
+    cases = {(1, 1, 1): 12, (8, 1, 1): 68, (8, 4, 1): 80, (8, 16, 8): 24, (64, 16, 1): 80}
+    for (batch, nodes, ranks), us in cases.items():
+        ops = target_pass(shape("llama-3.1-8b"), Setting(batch=batch, ranks=ranks), nodes)
+        op = next(op for op in ops if op.kv)
+        assert op_us(op, machine) == pytest.approx(us, rel=1e-3), (batch, nodes, ranks)
+    latent = target_pass(shape("deepseek-v2-lite"), Setting(batch=2, ranks=4), 3)
+    assert [(op.walks, op.side) for op in latent if op.kv] == [(2, 3 * 4)]
+    again = target_pass(shape("deepseek-v2-lite"), Setting(kv_per_node=True), 3)
+    assert [(op.walks, op.side) for op in again if op.kv] == [(1, 16)]
+    shared = target_pass(shape("deepseek-v2-lite"), Setting(ranks=4, context_ranks=4), 3)
+    assert [(op.walks, op.side) for op in shared if op.kv] == [(1, 3 * 16)]
+
+
+def test_rows_past_those_known_are_bound_by_arithmetic() -> None:
+    """Fault: a prompt's attention at the price of the most rows that were measured."""
+    rows = Op(name="attention", component=ATTENTION, work=Work.HEADS, rows=4096, flops=4e12)
+    assert op_us(rows, H200) == pytest.approx(10 + 4e6 / H200.attention_tflops)
 
 
 def test_what_joins_experts_costs_its_bytes_on_a_calibrated_machine() -> None:
@@ -242,10 +280,10 @@ def test_keys_read_again_come_from_the_cache_where_they_fit() -> None:
     one = Op(name="attention", component=ATTENTION, work=Work.LATENT, rows=4, kv=20e6)
     twice = dataclasses.replace(one, again=20e6)
     share = H200.read_gb_s / H200.cache_gb_s
-    slope = (H200.latent_us(1e9) - H200.latent_us(0)) / 1e9
+    slope = (H200.latent_us(1, 1, 1e9) - H200.latent_us(1, 1, 0)) / 1e9
     assert op_us(twice, H200) - op_us(one, H200) == pytest.approx(20e6 * share * slope)
     large = dataclasses.replace(twice, kv=200e6)
-    assert op_us(large, H200) == pytest.approx(H200.latent_us(220e6))
+    assert op_us(large, H200) == pytest.approx(H200.latent_us(1, 1, 220e6))
 
 
 def test_the_host_shows_where_the_device_is_quicker() -> None:

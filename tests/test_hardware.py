@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eyas.errors import ConfigError
-from eyas.hardware import BEST, PROFILES, Curve, HardwareProfile, load_profile, presets
+from eyas.hardware import BEST, PROFILES, Curve, Family, HardwareProfile, load_profile, presets
 
 
 def test_a_curve_interpolates_and_goes_on() -> None:
@@ -30,6 +30,25 @@ def test_a_curve_interpolates_and_goes_on() -> None:
 def test_curves_that_are_none(points: Any) -> None:
     with pytest.raises(ConfigError, match="ascending x"):
         Curve(points)
+
+
+def test_a_family_mixes_its_neighbours() -> None:
+    """Fault: values mixed by the wrong variable, by its value, or carried on past the ends."""
+    flat = [Curve(((0.0, y), (10.0, 2 * y))) for y in (1.0, 3.0, 5.0)]
+    family = Family(tuple(zip((1.0, 4.0, 64.0), flat, strict=True)))
+    assert [family(at, 0) for at in (0, 0.5, 1, 4, 64, 900)] == [1, 1, 1, 3, 5, 5]
+    assert family(2, 0) == pytest.approx(2)
+    assert family(16, 0) == pytest.approx(4)
+    assert family(2, 10) == pytest.approx(4)
+    wide = Family(((1.0, family), (100.0, Family(((1.0, flat[2]),)))))
+    assert wide(1, 2, 10) == family(2, 10)
+    assert wide(10, 4, 0) == pytest.approx((3 + 5) / 2)
+
+
+@pytest.mark.parametrize("keys", [(), (0.0,), (2.0, 1.0), (1.0, 1.0), (float("nan"),)])
+def test_families_that_are_none(keys: Any) -> None:
+    with pytest.raises(ConfigError, match="ascending values above 0"):
+        Family(tuple((key, Curve(((0.0, 1.0),))) for key in keys))
 
 
 def test_presets_are_there_and_read_back() -> None:
@@ -98,6 +117,10 @@ def broken(change: str) -> Any:
             record["constants"]["read_gb_s"]["value"] = 0
         case "points":
             record["constants"]["linear_us"]["value"] = [[2, 1], [1, 1]]
+        case "members":
+            record["constants"]["latent_us"]["value"] = [[2, [[1, [[0, 1]]]]], [1, [[1, [[0, 1]]]]]]
+        case "flat":
+            record["constants"]["latent_us"]["value"] = [[0, 10.0], [1e9, 278]]
         case "list":
             return [record]
     return record
@@ -107,13 +130,15 @@ def broken(change: str) -> Any:
     ("change", "message"),
     [
         ("schema", "no record of schema"),
-        ("version", "version 7: this program reads version 2"),
+        ("version", "version 7: this program reads version 3"),
         ("missing", "no complete profile"),
         ("unknown", "unknown key 'weight_kg'"),
         ("sourceless", "small_us of profile 'h200': has no source"),
         ("negative", "small_us=-1"),
         ("zero", "read_gb_s=0: must be positive"),
         ("points", "ascending x"),
+        ("members", "ascending values above 0"),
+        ("flat", "no complete profile"),
         ("list", "no record of schema"),
     ],
 )

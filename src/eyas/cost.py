@@ -210,7 +210,8 @@ def attention_ops(shape: AttentionLayer, setting: Setting, nodes: int) -> list[O
         ops.append(small("norms of queries and keys", rows, (heads + kv_heads) * dim))
     keys = 2 * kv_heads * dim
     work = Work.NARROW if dim <= NARROW else Work.HEADS
-    ops += _attend(work, shape, setting, nodes, keys, heads * 4 * dim, heads * 2 * dim)
+    walkers = (kv_heads, heads // kv_heads)
+    ops += _attend(work, shape, setting, nodes, walkers, keys, heads * 4 * dim, heads * 2 * dim)
     ops.append(linear("o", heads * dim, shape.hidden, rows, shape.bits))
     return ops
 
@@ -231,7 +232,8 @@ def _latent_attention(
     glue = small("latent queries and keys", rows, heads * kept, times=GLUE)
     ops.append(dataclasses.replace(glue, joins=Joins.HEADS))
     flops = heads * 2 * (kept + latent)
-    ops += _attend(Work.LATENT, shape, setting, nodes, kept, flops, heads * (kept + latent))
+    moved = heads * (kept + latent)
+    ops += _attend(Work.LATENT, shape, setting, nodes, (1, heads), kept, flops, moved)
     ops.append(linear("absorbed values", latent, heads * mla.value_dim, rows, bits))
     ops.append(linear("o", heads * mla.value_dim, shape.hidden, rows, bits))
     return ops
@@ -242,12 +244,14 @@ def _attend(
     shape: AttentionLayer,
     setting: Setting,
     nodes: int,
+    walkers: tuple[int, int],
     kept: int,
     flops: float,
     moved: float,
 ) -> list[Op]:
     """Attention itself: `kept` numbers a position, flops and moved numbers of a rank's heads.
 
+    `walkers` are a rank's KV heads and the query heads of each.
     Ranks that share the positions gather the queries of all heads, and scatter their results.
     """
     rows, share = setting.attention_batch * nodes, setting.context_ranks
@@ -264,6 +268,8 @@ def _attend(
         again=kv * (nodes - 1) if setting.kv_per_node else 0.0,
         moved=rows * share * (moved * ACTIVATION + kept_bytes),
         flops=rows * share * flops * (positions + (nodes + 1) / 2),
+        walks=setting.attention_batch * walkers[0],
+        side=walkers[1] * share * (1 if setting.kv_per_node else nodes),
         width=round(positions),
     )
     if share == 1:

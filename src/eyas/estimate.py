@@ -14,7 +14,7 @@ from functools import cached_property
 
 from eyas.config import SpeculationConfig, Strict, option, require
 from eyas.cost import Cycle, cycle_ops, plain_step, require_shares
-from eyas.hardware import BEST, MANY_ROWS, SMALL_LAYER, Curve, HardwareProfile
+from eyas.hardware import BEST, MANY_ROWS, SMALL_LAYER, Curve, HardwareProfile, Times
 from eyas.kernels.experts_triton import SHARED_ROWS
 from eyas.kernels.router import MOST_ROWS as CHOSEN_ROWS
 from eyas.kernels.skinny_plan import MOST_ROWS, plan_of
@@ -173,8 +173,7 @@ def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: in
             us = profile.experts_us(op.weights) * profile.pairs_factor(op.pairs)
             return max(us, _arithmetic_us(op, profile, profile.experts_us(0)))
         case Work.HEADS | Work.NARROW | Work.LATENT:
-            curve, tflops = _attention(op.work, profile, software)
-            us = max(curve(_keys_bytes(op, profile)), curve(0) + op.flops / tflops / 1e6)
+            us = _attention_us(op, profile, software)
             walk = op.width * profile.serial_ns / 1e3 if software.prefill_attention else 0.0
             return max(us, walk) + software.cache_launches * profile.small_us
         case Work.SMALL:
@@ -192,19 +191,35 @@ def op_us(op: Op, profile: HardwareProfile, software: Software = EYAS, ranks: in
 
 
 def _linear_us(op: Op, profile: HardwareProfile) -> float:
-    """Of few rows by bytes; what more rows cost is told for large and for small layers."""
+    """Of few rows by bytes; what more rows cost is told for large and for small layers.
+
+    The time of a layer whose gate is in its launch holds the gate.
+    """
     base, one = profile.linear_us(0), profile.linear_us(op.weights)
     if op.weights > SMALL_LAYER:
         us = base + (one - base) * profile.rows_factor(min(op.rows, MANY_ROWS))
         return max(us, _arithmetic_us(op, profile, base))
     factor = profile.small_rows_factor
-    return max(one * factor(min(op.rows, factor.points[-1][0])), _arithmetic_us(op, profile, base))
+    most = factor.members[-1][1].points[-1][0]
+    us = one * factor(op.weights, min(op.rows, most))
+    return max(us, _arithmetic_us(op, profile, base)) if op.rows > most else us
 
 
-def _attention(work: Work, profile: HardwareProfile, software: Software) -> tuple[Curve, float]:
-    """Times over bytes of keys, and TFLOPS of many rows."""
+def _attention_us(op: Op, profile: HardwareProfile, software: Software) -> float:
+    """By bytes of keys, for so many walks and rows; rows past the most known by arithmetic."""
+    keys = _keys_bytes(op, profile)
+    times, tflops = _attention(op.work, profile)
+    if op.work is Work.LATENT and software.latent_us:
+        us, least = software.latent_us(keys), software.latent_us(0)
+    else:
+        us, least = times(op.walks, op.side, keys), times(op.walks, 0, 0)
+    return max(us, least + op.flops / tflops / 1e6)
+
+
+def _attention(work: Work, profile: HardwareProfile) -> tuple[Times, float]:
+    """Times, and TFLOPS of many rows."""
     if work is Work.LATENT:
-        return software.latent_us or profile.latent_us, profile.latent_tflops
+        return profile.latent_us, profile.latent_tflops
     if work is Work.NARROW:
         return profile.narrow_us, profile.narrow_tflops
     return profile.attention_us, profile.attention_tflops

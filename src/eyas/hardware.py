@@ -2,7 +2,8 @@
 
 A profile is measured (`report/calibrate.py`) or one of the presets, whose constants each name their
 source. It knows neither networks nor engines. Curves are piecewise linear: what lies between two
-measured points is interpolated, what lies past the last goes on with the last slope.
+measured points is interpolated, what lies past the last goes on with the last slope. A family is of
+curves at values of a further variable; past its ends the last of them stands.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import itertools
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Any, Generic, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from eyas.config import Strict, require
 from eyas.errors import ConfigError
 
-SCHEMA, VERSION = "eyas.hardware", 2
+SCHEMA, VERSION = "eyas.hardware", 3
 PROFILES = Path(__file__).parent / "profiles"
 BEST = "best"
 """The fastest kind of all-reduce for a message."""
@@ -54,6 +55,45 @@ class Curve:
     def scaled(self, factor: float) -> Curve:
         """The curve with every value times `factor`."""
         return Curve(tuple((x, y * factor) for x, y in self.points))
+
+
+Member = TypeVar("Member", bound=Callable[..., float])
+
+
+@dataclass(frozen=True, slots=True)
+class Family(Generic[Member]):
+    """Curves, or families of them, at ascending values of a further variable.
+
+    Between two members their values are mixed by the variable's logarithm. A machine of which one
+    member is known has that one for all.
+    """
+
+    members: tuple[tuple[float, Member], ...]
+
+    def __post_init__(self) -> None:
+        keys = [key for key, _ in self.members]
+        fine = all(math.isfinite(key) and key > 0 for key in keys)
+        require(
+            bool(keys) and fine and all(a < b for a, b in itertools.pairwise(keys)),
+            f"members at {keys}",
+            "a family has members at ascending values above 0",
+            "mend the profile",
+        )
+
+    def __call__(self, at: float, *rest: float) -> float:
+        """The value `at` this variable, and `rest` of the members'."""
+        right = bisect_right([key for key, _ in self.members], at)
+        low, one = self.members[max(0, right - 1)]
+        high, other = self.members[min(right, len(self.members) - 1)]
+        if low == high:
+            return one(*rest)
+        share = math.log(at / low) / math.log(high / low)
+        return (1 - share) * one(*rest) + share * other(*rest)
+
+
+Times = Family[Family[Curve]]
+"""Of attention, over walks (requests times KV heads), over rows that walk side by side (query heads
+of a KV head times new positions), over bytes of all keys and values that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,22 +133,22 @@ class HardwareProfile(Strict):
     """A linear layer of few rows, over bytes of weights."""
     rows_factor: Curve
     """What more rows cost a large linear layer, over rows; 1 at one row."""
-    small_rows_factor: Curve
-    """The same of one of `SMALL_LAYER` bytes or less, over more rows."""
+    small_rows_factor: Family[Curve]
+    """The same of layers of `SMALL_LAYER` bytes or less, over bytes of weights, over more rows."""
     matmul_tflops: Curve
     """Reached by a large matmul, over rows; counts above `MANY_ROWS`."""
     experts_us: Curve
     """Routed experts of a layer without their router, over bytes of touched weights."""
     pairs_factor: Curve
     """What more rows cost them, over rows that a touched expert has on average; 1 for few."""
-    attention_us: Curve
-    """Grouped-query attention of a layer, over bytes of keys and values read."""
-    narrow_us: Curve
+    attention_us: Times
+    """Grouped-query attention of a layer."""
+    narrow_us: Times
     """The same with heads of 64 numbers or less."""
-    latent_us: Curve
-    """Latent attention of a layer, over bytes of latents read."""
+    latent_us: Times
+    """Latent attention of a layer."""
     attention_tflops: float
-    """Reached by many new rows of heads."""
+    """Reached by attention of heads with more rows than its times are known for."""
     narrow_tflops: float
     """The same with heads of 64 numbers or less."""
     latent_tflops: float
@@ -149,7 +189,7 @@ class HardwareProfile(Strict):
                 "say where it was measured or published",
             )
             value = getattr(self, name)
-            fine = isinstance(value, Curve) or (math.isfinite(value) and value >= 0)
+            fine = not isinstance(value, int | float) or (math.isfinite(value) and value >= 0)
             require(fine, f"{name}={value}", "must be a number from 0 on", "mend the profile")
         rates = ("memory_gb", "read_gb_s", "copy_gb_s", "cache_gb_s")
         for name in (*rates, "attention_tflops", "narrow_tflops", "latent_tflops"):
@@ -231,7 +271,7 @@ class HardwareProfile(Strict):
             }
             for name, entry in constants.items():
                 value = entry["value"]
-                values[name] = _curve(value) if hints.get(name) is Curve else value
+                values[name] = _read(hints.get(name), value)
             values["sources"] = {name: entry["source"] for name, entry in constants.items()}
             values["collectives"] = tuple(
                 Collective(kind=t["kind"], ranks=t["ranks"], us=_curve(t["us"]), source=t["source"])
@@ -276,11 +316,25 @@ def load_profile(name: str) -> HardwareProfile:
 def _constants(profile: type[Any]) -> list[str]:
     """Names of fields that are a number or a curve and need a source."""
     hints = get_type_hints(profile)
-    return [f.name for f in dataclasses.fields(profile) if hints[f.name] in (float, Curve)]
+    return [
+        field.name
+        for field in dataclasses.fields(profile)
+        if hints[field.name] in (float, Curve) or get_origin(hints[field.name]) is Family
+    ]
 
 
-def _plain(value: float | Curve) -> Any:
+def _plain(value: Any) -> Any:
+    if isinstance(value, Family):
+        return [[key, _plain(member)] for key, member in value.members]
     return [list(point) for point in value.points] if isinstance(value, Curve) else value
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """A constant of the type `hint` from plain values."""
+    if get_origin(hint) is Family:
+        (member,) = get_args(hint)
+        return Family(tuple((float(key), _read(member, own)) for key, own in value))
+    return _curve(value) if hint is Curve else value
 
 
 def _curve(points: Any) -> Curve:

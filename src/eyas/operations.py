@@ -73,6 +73,10 @@ class Op:
     flops: float = 0.0
     message: float = 0.0
     """Bytes that a collective adds up or gathers, as every rank holds them afterwards."""
+    walks: int = 0
+    """Requests times KV heads, whose keys are walked apart."""
+    side: int = 0
+    """Rows that walk the keys of each side by side."""
     width: int = 0
     """Scores in a row that is sampled; positions that attention walks."""
     pairs: float = 0.0

@@ -5,19 +5,22 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from eyas.errors import ConfigError
-from eyas.estimate import predict
+from eyas.estimate import EYAS, joined, predict
 from eyas.hardware import HardwareProfile, load_profile
+from eyas.layers.linear import Linear
+from eyas.operations import Joins, mlp
 from eyas.report import parts
 from eyas.report.calibrate import calibrate, show
 from eyas.report.collectives import Rounds, collectives
 from eyas.report.options import CalibrateConfig, PlanConfig
-from eyas.report.parts import Machine, Sizes, curve
+from eyas.report.parts import Crowd, Layer, Machine, Sizes, curve
 from eyas.report.records import write_record
 from eyas.report.scenarios import scenario_of
 from eyas.report.timing import Call, Timer
@@ -25,14 +28,14 @@ from eyas.report.timing import Call, Timer
 CPU = torch.device("cpu")
 SMALL = Sizes(
     tensor_bytes=2**18,
-    layers=((64, 64), (128, 64), (256, 128)),
-    large=(256, 128),
+    layers=(Layer(256, 128),),
+    large=Layer(256, 128),
     many_rows=(128,),
     experts=((8, 64, 32, 2),),
-    contexts=((1, 16), (1, 64), (2, 32)),
     crowds=(16,),
-    small=(64, 64),
-    arithmetic=(2, 4, 32),
+    small=(Layer(64, 64), Layer(128, 64, gated=True)),
+    attention=(Crowd(1, (1, 4), (16, 64)), Crowd(2, (1, 2, 4), (16, 32))),
+    longest=128,
     vocabularies=(256, 1024),
 )
 
@@ -57,12 +60,22 @@ def test_every_constant_is_measured(profile: HardwareProfile) -> None:
     for name, entry in record["constants"].items():
         assert "eyas calibrate" in entry["source"], name
         if name not in may_vanish:
-            value = entry["value"]
-            assert all(y > 0 for _, y in value) if isinstance(value, list) else value > 0, name
+            assert all(number > 0 for number in numbers(entry["value"])), name
     xs = [x for x, _ in profile.linear_us.points]
     assert xs == [64 * 64 * 2, 128 * 64 * 2, 256 * 128 * 2]
     assert [x for x, _ in profile.rows_factor.points] == list(parts.FEW_ROWS)
     assert profile.rows_factor(1) == 1
+    assert [key for key, _ in profile.small_rows_factor.members] == xs[:2]
+    for _, member in profile.small_rows_factor.members:
+        assert [x for x, _ in member.points] == [*parts.FEW_ROWS, *SMALL.many_rows]
+        assert member(1) == 1
+
+
+def numbers(value: Any) -> list[float]:
+    """All that are measured in a constant's plain value."""
+    if not isinstance(value, list):
+        return [value]
+    return [number for _, y in value for number in numbers(y)]
 
 
 def test_what_was_written_can_be_planned_with(tmp_path: Path, profile: HardwareProfile) -> None:
@@ -75,6 +88,11 @@ def test_what_was_written_can_be_planned_with(tmp_path: Path, profile: HardwareP
     out = io.StringIO()
     show(Console(file=out, width=80), profile)
     assert all(name in out.getvalue() for name in ("read_gb_s", "linear_us", "attention_us"))
+    wide = 2 * 8 * 128 * 2
+    family = profile.attention_us.members[0][1]
+    assert f"8: [4: [{16 * wide:.3g}: {family(4, 16 * wide):.3g}, " in " ".join(
+        out.getvalue().replace("│", " ").split()
+    )
     json.dumps(profile.to_json())
 
 
@@ -88,8 +106,8 @@ def test_a_linear_layer_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.0
 
     monkeypatch.setattr(Timer, "us", us)
-    parts.linear_us(one, 64, 64, 1)
-    parts.linear_us(one, 64, 64, 6)
+    parts.linear_us(one, Layer(64, 64), 1)
+    parts.linear_us(one, Layer(64, 64), 6)
     copies = round(3 * 2**16 / (64 * 64 * 4)) + 1
     assert seen == [(4, torch.float32, copies), (8, torch.float32, copies)]
 
@@ -110,11 +128,61 @@ def test_experts_are_counted_as_touched(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_attention_is_of_the_positions_asked_for() -> None:
     """Fault: keys of one layer timed over and over, or of fewer positions than are counted."""
-    found = parts.attention(machine(), parts.HEADS)
-    values = 2 * 8 * 128 * 2
-    assert [x for x, _ in found.points] == [16 * values, 64 * values]
-    latent = parts.attention(machine(), parts.LATENT)
-    assert [x for x, _ in latent.points] == [16 * 576 * 2, 64 * 576 * 2]
+    kinds = ((parts.HEADS, 8, 4, 4096), (parts.NARROW, 3, 3, 768), (parts.LATENT, 1, 16, 1152))
+    for kind, kv_heads, group, values in kinds:
+        times, tflops = parts.attention(machine(), kind)
+        assert tflops > 0
+        found = {
+            (walks / kv_heads, side / group): [x / values for x, _ in points.points]
+            for walks, over_rows in times.members
+            for side, points in over_rows.members
+        }
+        assert found == {
+            (1, 1): [16, 64],
+            (1, 4): [16, 64],
+            (2, 1): [32, 64],
+            (2, 2): [32, 64],
+            (2, 4): [32, 64],
+        }
+
+
+def test_arithmetic_is_taken_where_it_is_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a rate of few rows or short contexts, or the launch counted as arithmetic."""
+
+    def us(one: Machine, kind: parts.Kind, batch: int, context: int, rows: int = 1) -> float:
+        return 5.0 + batch * context * rows
+
+    monkeypatch.setattr(parts, "attention_us", us)
+    _, tflops = parts.attention(machine(), parts.LATENT)
+    flops = 2 * 2 * 32 * 4 * 16 * (576 + 512)
+    assert tflops == pytest.approx(flops / (5 + 2 * 32 * 4 - (5 + 2 * 16)) / 1e6)
+
+
+@pytest.mark.parametrize(("rows", "gates"), [(1, True), (64, True), (128, False)])
+def test_a_gate_is_measured_where_it_is_in_the_launch(
+    monkeypatch: pytest.MonkeyPatch, rows: int, gates: bool
+) -> None:
+    """Fault: a gate that a plan counts twice, or a launch without the gate that it has."""
+    seen = []
+    product = Linear.product
+
+    def spy(self: Linear, x: torch.Tensor, gates: bool = False) -> torch.Tensor:
+        seen.append(gates)
+        return product(self, x, gates)
+
+    monkeypatch.setattr(Linear, "product", spy)
+    layer = Layer(1024, 512, gated=True)
+    parts.linear_us(machine(), layer, rows)
+    assert not any(seen), "a CPU's gates are operations of their own"
+    seen.clear()
+    monkeypatch.setattr(Machine, "is_gpu", True)
+    parts.linear_us(machine(), layer, rows)
+    parts.linear_us(machine(), layer._replace(gated=False), rows)
+    assert set(seen[: len(seen) // 2]) == {gates}
+    assert not any(seen[len(seen) // 2 :])
+    _, gate, _ = mlp("MLP", 512, 512, rows, 1, 16)
+    assert (gate.joins, gate.layer) == (Joins.GATE, (1024, 512, 16))
+    assert joined(gate, load_profile("h200"), EYAS) is gates
 
 
 def test_points_of_one_place_are_averaged() -> None:

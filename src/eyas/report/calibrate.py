@@ -17,19 +17,22 @@ from rich.progress import Progress
 from rich.table import Table
 
 from eyas.fingerprint import cpu
-from eyas.hardware import Collective, Curve, HardwareProfile
+from eyas.hardware import Collective, Curve, Family, HardwareProfile, Times
 from eyas.models.registry import resolve_device, resolve_dtype
 from eyas.report import parts
 from eyas.report.around import around
 from eyas.report.collectives import Rounds, collectives
 from eyas.report.options import CalibrateConfig
 from eyas.report.parts import CPU_SIZES, GPU_SIZES, Machine, Sizes
+from eyas.report.records import value_text
 from eyas.report.timing import Timer
 
-Values = dict[str, float | Curve]
+Values = dict[str, float | Curve | Family[Curve] | Times]
 TINY_KERNELS = 300
 SERIAL = (256, 1024)
 """Positions of two walks without splits."""
+CUSHION = 8
+"""Times the last cache, that are read before anything is timed: some 0.1 ms."""
 CPU_CACHE = 2**25
 """Bytes that a CPU's last cache is taken for."""
 
@@ -61,13 +64,14 @@ def calibrate(
 def _machine(
     config: CalibrateConfig, device: torch.device, dtype: torch.dtype, sizes: Sizes | None
 ) -> Machine:
-    cache, usual = CPU_CACHE, CPU_SIZES
+    cache, usual, cushion = CPU_CACHE, CPU_SIZES, None
     if device.type == "cuda":
         cache, usual = torch.cuda.get_device_properties(device).L2_cache_size, GPU_SIZES
+        cushion = torch.zeros(CUSHION * cache // 4, dtype=torch.float32, device=device)
     return Machine(
         device=device,
         dtype=dtype,
-        timer=Timer(device=device, seconds=config.seconds),
+        timer=Timer(device=device, seconds=config.seconds, cushion=cushion),
         cache_bytes=cache,
         sizes=sizes or usual,
     )
@@ -119,9 +123,7 @@ def _attention(machine: Machine) -> Values:
     kinds = {"attention": parts.HEADS, "narrow": parts.NARROW, "latent": parts.LATENT}
     values: Values = {"serial_ns": _serial_ns(machine)}
     for name, kind in kinds.items():
-        curve = parts.attention(machine, kind)
-        values[f"{name}_us"] = curve
-        values[f"{name}_tflops"] = parts.attention_tflops(machine, kind, curve.points[0][1])
+        values[f"{name}_us"], values[f"{name}_tflops"] = parts.attention(machine, kind)
     return values
 
 
@@ -178,16 +180,11 @@ def _name(machine: Machine) -> str:
 
 
 def show(console: Console, profile: HardwareProfile) -> None:
-    """Every constant; curves by their ends."""
+    """Every constant; families by their ends."""
     table = Table("constant", "value", title=profile.machine)
     for name, entry in profile.to_json()["constants"].items():
-        table.add_row(name, _text(entry["value"]))
+        table.add_row(name, value_text(entry["value"], ".3g", ends=True))
     for one in profile.collectives:
-        table.add_row(f"all-reduce, {one.kind}, {one.ranks} ranks", _text(one.us.points))
+        name = f"all-reduce, {one.kind}, {one.ranks} ranks"
+        table.add_row(name, value_text(one.us.points, ".3g"))
     console.print(table)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return ", ".join(f"{x:.3g}: {y:.3g}" for x, y in value)
-    return f"{value:.4g}"

@@ -1,7 +1,7 @@
 """Parts of a pass, measured one by one: memory, linear layers, experts, attention, small kernels.
 
-They run through the engine's own layers and kernels, with weights and keys that no cache holds.
-What a part is used for is not known here.
+They run through the engine's own layers and kernels, with weights and keys that no cache holds:
+there are copies, and a timer empties caches. What a part is used for is not known here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,10 +19,11 @@ from torch import nn
 from eyas.attention import PagedAttention, paged_attention
 from eyas.attention.triton import TritonAttention
 from eyas.batch import ForwardBatch, ForwardMode
-from eyas.hardware import Curve
+from eyas.hardware import Curve, Family, Times
 from eyas.kernels.draw import draw
 from eyas.kernels.experts import experts
 from eyas.kernels.gated import gated
+from eyas.kernels.skinny_plan import MOST_ROWS, plan_of
 from eyas.kv.pool import KVPool
 from eyas.layers.basic import RMSNorm
 from eyas.layers.linear import Linear, pad_rows, row_tile
@@ -34,8 +37,29 @@ PAGE, KV_BYTES = 16, 2
 """Keys count as 16 bits, whatever the pool of a device keeps."""
 FEW_TO_AN_EXPERT = (1, 2, 4, 8, 32)
 """Rows of which few share an expert."""
+QUICK = 8
+"""One of many figures that are alike takes so much less time."""
 COPIES = 48
 """Copies of weights at most, so that none is in a cache when its turn comes."""
+
+
+class Layer(NamedTuple):
+    """A linear layer."""
+
+    outputs: int
+    inputs: int
+    gated: bool = False
+    """Whether the engine runs it with its gate, in one launch where it can."""
+
+
+class Crowd(NamedTuple):
+    """Passes of attention over as many requests."""
+
+    requests: int
+    nodes: tuple[int, ...]
+    """New rows of each."""
+    contexts: tuple[int, ...]
+    """Their committed positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,53 +68,60 @@ class Sizes:
 
     tensor_bytes: int
     """Of what memory's bandwidth is measured on."""
-    layers: tuple[tuple[int, int], ...]
-    """Outputs and inputs of linear layers."""
-    large: tuple[int, int]
+    layers: tuple[Layer, ...]
+    """Those of which one row is measured, by bytes, beside the small ones."""
+    large: Layer
     """The layer whose rows are many."""
     many_rows: tuple[int, ...]
-    small: tuple[int, int]
-    """The layer that stands for small ones."""
+    small: tuple[Layer, ...]
+    """Small layers, by bytes, whose rows are few and many."""
     experts: tuple[tuple[int, int, int, int], ...]
     """Experts, hidden size, intermediate size of one, experts a row."""
-    contexts: tuple[tuple[int, int], ...]
-    """Requests and their committed positions."""
     crowds: tuple[int, ...]
     """Rows whose experts are many to each."""
-    arithmetic: tuple[int, int, int]
-    """Requests, rows of each and positions where arithmetic bounds attention."""
+    attention: tuple[Crowd, ...]
+    """By requests; of the last one's last, arithmetic is the bound."""
+    longest: int = 0
+    """Positions that passes of attention are made ready for at least, as an engine's are."""
     vocabularies: tuple[int, ...] = (32_000, 49_152, 128_256)
 
 
 CPU_SIZES = Sizes(
     tensor_bytes=2**26,
-    layers=(
-        (576, 576),
-        (960, 576),
-        (3072, 576),
-        (2048, 2048),
-        (3648, 2048),
-        (4096, 4096),
-        (6144, 4096),
-    ),
-    large=(4096, 4096),
+    layers=(Layer(3648, 2048), Layer(4096, 4096), Layer(6144, 4096)),
+    large=Layer(4096, 4096),
     many_rows=(128, 256),
-    small=(960, 576),
+    small=(Layer(960, 576), Layer(3072, 576, gated=True), Layer(2048, 2048)),
     experts=((16, 512, 256, 4),),
-    contexts=((1, 64), (1, 256), (1, 1024), (4, 256)),
     crowds=(64,),
-    arithmetic=(1, 16, 256),
+    attention=(Crowd(1, (1, 4, 16), (64, 256, 1024)), Crowd(4, (1, 4, 16), (64, 256))),
 )
+CONTEXTS = (64, 256, 1024, 4096, 8192)
 GPU_SIZES = Sizes(
     tensor_bytes=2**31,
-    layers=(*CPU_SIZES.layers, (4096, 14_336), (28_672, 4096), (128_256, 4096)),
-    large=(28_672, 4096),
+    layers=(
+        *CPU_SIZES.layers,
+        Layer(4096, 14_336),
+        Layer(28_672, 4096),
+        Layer(128_256, 4096),
+    ),
+    large=Layer(28_672, 4096),
     many_rows=(128, 256, 512, 1024, 2048),
-    small=(3072, 576),
+    small=(
+        Layer(576, 576),
+        Layer(960, 576),
+        Layer(576, 1536),
+        Layer(3072, 576, gated=True),
+        Layer(2048, 2048),
+    ),
     experts=((64, 2048, 352, 6), (64, 2048, 1408, 6)),
-    contexts=((1, 64), (1, 256), (1, 1024), (1, 8192), (1, 32_768), (8, 1024), (8, 8192)),
     crowds=(64, 128, 256, 512),
-    arithmetic=(8, 16, 4096),
+    attention=(
+        Crowd(1, (1, 2, 4, 8, 16, 64), (*CONTEXTS, 32_768)),
+        Crowd(8, (1, 2, 4, 8, 16), CONTEXTS),
+        Crowd(32, (1, 2, 4, 8, 16), CONTEXTS),
+    ),
+    longest=8192,
 )
 
 
@@ -104,6 +135,12 @@ class Machine:
     cache_bytes: int
     """Of its last cache; more than three times as much is gone through before anything returns."""
     sizes: Sizes
+
+    @property
+    def quick(self) -> Machine:
+        """The same, with less time for each figure of many that are alike."""
+        timer = dataclasses.replace(self.timer, seconds=self.timer.seconds / QUICK)
+        return dataclasses.replace(self, timer=timer)
 
     @property
     def is_gpu(self) -> bool:
@@ -138,14 +175,19 @@ def cache_bandwidth(machine: Machine) -> float:
     return (sizes[1] - sizes[0]) / max(1e-3, times[1] - times[0]) / 1e3
 
 
-def linear_us(machine: Machine, outputs: int, inputs: int, rows: int) -> float:
-    """A linear layer over `rows` rows, padded as the engine pads them."""
-    size = outputs * inputs * machine.dtype.itemsize
+def linear_us(machine: Machine, layer: Layer, rows: int) -> float:
+    """A linear layer over `rows` rows, padded as the engine pads them.
+
+    With its gate only where both are one launch: elsewhere a plan counts the gate as its own.
+    """
+    outputs, inputs, gated = layer
     weight = machine.normal(outputs, inputs)
-    others = (weight.clone() for _ in range(machine.copies(size) - 1))
+    others = (weight.clone() for _ in range(machine.copies(weight.nbytes) - 1))
     layers = [_layer(one) for one in (weight, *others)]
     x = pad_rows(machine.normal(rows, inputs), row_tile(machine.device, machine.dtype))
-    return machine.timer.us([partial(layer, x) for layer in layers])
+    joined = gated and machine.is_gpu and rows <= MOST_ROWS
+    gates = joined and plan_of(outputs, inputs, gated=True) is not None
+    return machine.timer.us([partial(one.product, x, gates=gates) for one in layers])
 
 
 def _layer(weight: torch.Tensor) -> Linear:
@@ -155,25 +197,30 @@ def _layer(weight: torch.Tensor) -> Linear:
     return layer
 
 
-def linear_layers(machine: Machine) -> tuple[Curve, Curve, Curve, Curve]:
-    """Times of one row over bytes; factors of few rows, of a large and a small layer; TFLOPS."""
+def linear_layers(machine: Machine) -> tuple[Curve, Curve, Family[Curve], Curve]:
+    """Times of one row over bytes; factors of few rows, of a large and small layers; TFLOPS."""
     sizes, large = machine.sizes, machine.sizes.large
-    points = [
-        (outputs * inputs * machine.dtype.itemsize, linear_us(machine, outputs, inputs, 1))
-        for outputs, inputs in sizes.layers
-    ]
-    few = _factors(machine, large, FEW_ROWS)
-    work = 2 * large[0] * large[1] / 1e6
-    flops = [(n, n * work / linear_us(machine, *large, n)) for n in sizes.many_rows]
-    small = _factors(machine, sizes.small, (*FEW_ROWS, *sizes.many_rows))
-    return curve(points), few, small, curve(flops)
+    itemsize = machine.dtype.itemsize
+    points, factors = [], []
+    for layer in sizes.small:
+        size = float(layer.outputs * layer.inputs * itemsize)
+        one, more = _by_rows(machine.quick, layer, (*FEW_ROWS, *sizes.many_rows))
+        points.append((size, one))
+        factors.append((size, more))
+    for layer in sizes.layers:
+        size = float(layer.outputs * layer.inputs * itemsize)
+        points.append((size, linear_us(machine, layer, 1)))
+    _, few = _by_rows(machine, large, FEW_ROWS)
+    work = 2 * large.outputs * large.inputs / 1e6
+    flops = [(n, n * work / linear_us(machine, large, n)) for n in sizes.many_rows]
+    return curve(points), few, Family(tuple(sorted(factors, key=itemgetter(0)))), curve(flops)
 
 
-def _factors(machine: Machine, layer: tuple[int, int], rows: tuple[int, ...]) -> Curve:
-    """What more rows cost a layer."""
-    one = linear_us(machine, *layer, 1)
-    found = [(n, max(0.5, linear_us(machine, *layer, n) / one)) for n in rows if n > 1]
-    return curve([(1.0, 1.0), *found])
+def _by_rows(machine: Machine, layer: Layer, rows: tuple[int, ...]) -> tuple[float, Curve]:
+    """A layer's time of one row, and what more rows cost it."""
+    one = linear_us(machine, layer, 1)
+    found = [(n, max(0.5, linear_us(machine, layer, n) / one)) for n in rows if n > 1]
+    return one, curve([(1.0, 1.0), *found])
 
 
 def routed_experts(machine: Machine) -> tuple[Curve, Curve]:
@@ -238,6 +285,7 @@ def attention_us(
     size = batch * context * shape.values_per_position * machine.dtype.itemsize
     shape = dataclasses.replace(shape, num_layers=machine.copies(max(1, size)))
     pages = -(-(context + rows) // PAGE)
+    longest = max(context + rows, machine.sizes.longest)
     pool = KVPool(
         shape,
         num_pages=batch * pages + 1,
@@ -245,7 +293,8 @@ def attention_us(
         dtype=machine.dtype if machine.is_gpu else torch.float32,
         device=machine.device,
     )
-    table = torch.arange(1, batch * pages + 1, device=machine.device).view(batch, pages)
+    table = torch.zeros(batch, -(-longest // PAGE), dtype=torch.int64, device=machine.device)
+    table[:, :pages] = torch.arange(1, batch * pages + 1, device=machine.device).view(batch, pages)
     lengths = torch.full((batch,), context, device=machine.device)
     positions = (lengths[:, None] + torch.arange(rows, device=machine.device)).flatten()
     pass_ = ForwardBatch(
@@ -255,9 +304,9 @@ def attention_us(
         prefix_lens=lengths,
         page_table=table,
         num_new=rows,
-        max_kv_len=context + rows,
+        max_kv_len=longest,
     )
-    rope = Rotary(RopeConfig(), rotated, context + rows).to(machine.device)(positions)
+    rope = Rotary(RopeConfig(), rotated, longest).to(machine.device)(positions)
     whole = machine.is_gpu and not split
     backend: PagedAttention = TritonAttention(pool, programs=1) if whole else paged_attention(pool)
     attend = backend.begin(pass_)
@@ -268,20 +317,38 @@ def attention_us(
     return machine.timer.us([partial(attend, layer, q, k, v, rope) for layer in layers])
 
 
-def attention(machine: Machine, kind: Kind) -> Curve:
-    """Times of one row a request over bytes of keys and values."""
-    values = kind[1].values_per_position * KV_BYTES
-    cases = machine.sizes.contexts
-    return curve((b * n * values, attention_us(machine, kind, b, n)) for b, n in cases)
-
-
-def attention_tflops(machine: Machine, kind: Kind, base_us: float) -> float:
-    """Reached where arithmetic is the bound: many rows. `base_us` is what few keys take."""
-    batch, rows, context = machine.sizes.arithmetic
+def attention(machine: Machine, kind: Kind) -> tuple[Times, float]:
+    """Times, and TFLOPS reached where arithmetic is the bound: of the most rows and keys."""
     heads, shape, _ = kind
+    values, group = shape.values_per_position * KV_BYTES, heads // shape.num_kv_heads
+    crowds = [
+        (
+            float(crowd.requests * shape.num_kv_heads),
+            _of_a_crowd(machine, kind, crowd, values, group),
+        )
+        for crowd in machine.sizes.attention
+    ]
+    times, last = Family(tuple(crowds)), machine.sizes.attention[-1]
+    batch, rows, context = last.requests, last.nodes[-1], last.contexts[-1]
+    walks = batch * shape.num_kv_heads
+    us = times(walks, rows * group, batch * context * values)
     flops = 2 * batch * heads * rows * context * (shape.key_dim + shape.value_dim)
-    us = attention_us(machine, kind, batch, context, rows)
-    return flops / max(1e-3, us - min(base_us, us / 2)) / 1e6
+    return times, flops / max(1e-3, us - min(times(walks, 0, 0), us / 2)) / 1e6
+
+
+def _of_a_crowd(
+    machine: Machine, kind: Kind, crowd: Crowd, values: int, group: int
+) -> Family[Curve]:
+    """Times over rows side by side, over bytes; a position has `values` bytes."""
+
+    def over_bytes(nodes: int) -> Curve:
+        batch = crowd.requests
+        return curve(
+            (batch * n * values, attention_us(machine.quick, kind, batch, n, nodes))
+            for n in crowd.contexts
+        )
+
+    return Family(tuple((float(nodes * group), over_bytes(nodes)) for nodes in crowd.nodes))
 
 
 def small_kernels(machine: Machine) -> float:

@@ -69,6 +69,19 @@ def read_record(file: Path, kinds: Collection[str]) -> dict[str, Any]:
     return record
 
 
+def value_text(value: Any, form: str = "g", ends: bool = False) -> str:
+    """A profile's constant in words: a number, points, or members of a family in brackets.
+
+    With `ends` the first and the last member stand for all.
+    """
+    if not isinstance(value, list | tuple):
+        return format(value, form)
+    family = isinstance(value[0][1], list | tuple)
+    shown = [value[0], value[-1]] if family and ends and len(value) > 1 else value
+    texts = [(format(x, form), value_text(y, form, ends)) for x, y in shown]
+    return ", ".join(f"{x}: [{y}]" if family else f"{x}: {y}" for x, y in texts)
+
+
 def require_size(file: Path) -> None:
     """Raise `RecordError` for a file too large to be a record."""
     size = file.stat().st_size

@@ -19,7 +19,7 @@ from eyas.hardware import HardwareProfile, load_profile
 from eyas.operations import BEHIND_MLP
 from eyas.report import published
 from eyas.report.published import CLIFF, NO_PEER, TUNED, UNTUNED, Figure, kimi
-from eyas.report.records import stamped
+from eyas.report.records import stamped, value_text
 from eyas.report.whatif import breakdown, plan
 
 DRAFTS, ACCEPTED = 2, 2.0
@@ -166,17 +166,11 @@ def errors(record: dict[str, Any]) -> dict[str, tuple[float, float]]:
 def _constants(profile: HardwareProfile) -> list[dict[str, Any]]:
     record = profile.to_json()
     rows = [
-        {"name": name, "value": _value(entry["value"]), "source": entry["source"]}
+        {"name": name, "value": value_text(entry["value"]), "source": entry["source"]}
         for name, entry in record["constants"].items()
     ]
     for table in record["collectives"]:
         if table["ranks"] == profile.num_devices:
             name = f"all-reduce, {table['kind']}, {table['ranks']} ranks, us by bytes"
-            rows.append({"name": name, "value": _value(table["us"]), "source": table["source"]})
+            rows.append({"name": name, "value": value_text(table["us"]), "source": table["source"]})
     return rows
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(f"{x:g}: {y:g}" for x, y in value)
-    return f"{value:g}"
