@@ -155,7 +155,7 @@ def test_overlap_hides_what_experts_can() -> None:
 def test_small_kernels_of_few_rows_join_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: gates and choices priced that are no launches, or free where they are.
 
-    A gate is in the linear layer's launch where that layer has a plan; heads are always written
+    A gate is in the linear layer's launch where that layer has a plan; few rows' heads are written
     where they are wanted, and latents normed beside.
     """
 
@@ -175,6 +175,7 @@ def test_small_kernels_of_few_rows_join_others(monkeypatch: pytest.MonkeyPatch) 
     assert fewer("llama-3.1-8b") == 32
     assert fewer("deepseek-v2-lite") == layers + 1, "a dense layer's gate too"
     assert fewer("smollm2-135m", batch=128) == 0
+    assert fewer("deepseek-v2-lite", batch=128) == 26 * 2, "the choice alone"
     cpu = dataclasses.replace(H200, eager_us=0.0)
     plain = predict(dataclasses.replace(scenario("smollm2-135m", 3), profile=cpu)).decode
     assert plain.launches == predict(scenario("smollm2-135m", 3, SGLANG)).decode.launches

@@ -7,7 +7,6 @@ its floor; nothing is fitted to whole passes. What surrounds the device's work s
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from functools import cached_property
 from eyas.config import SpeculationConfig, Strict, option, require
 from eyas.cost import Cycle, cycle_ops, plain_step, require_shares
 from eyas.hardware import BEST, MANY_ROWS, SMALL_LAYER, Curve, HardwareProfile, Times
+from eyas.kernels.absorb import MOST_ROWS as ABSORBED_ROWS
 from eyas.kernels.experts_triton import SHARED_ROWS
 from eyas.kernels.router import MOST_ROWS as CHOSEN_ROWS
 from eyas.kernels.skinny_plan import MOST_ROWS, plan_of
@@ -55,7 +55,7 @@ class Software(Strict):
     source: str = "cycles in one graph each, results read one cycle late"
 
 
-MOST_JOINED = {Joins.HEADS: math.inf, Joins.CHOICE: CHOSEN_ROWS, Joins.EXPERTS: SHARED_ROWS}
+MOST_JOINED = {Joins.HEADS: ABSORBED_ROWS, Joins.CHOICE: CHOSEN_ROWS, Joins.EXPERTS: SHARED_ROWS}
 """Rows up to which small kernels are part of another's launch, whatever the weights."""
 EYAS = Software()
 SGLANG = Software(

@@ -37,7 +37,7 @@ PAGE, KV_BYTES = 16, 2
 """Keys count as 16 bits, whatever the pool of a device keeps."""
 FEW_TO_AN_EXPERT = (1, 2, 4, 8, 32)
 """Rows of which few share an expert."""
-QUICK = 8
+QUICK = 10
 """One of many figures that are alike takes so much less time."""
 COPIES = 48
 """Copies of weights at most, so that none is in a cache when its turn comes."""
