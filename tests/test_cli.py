@@ -234,7 +234,9 @@ def test_bench_ends_in_its_record(tmp_path: Path, model: str, drafter: str) -> N
     assert record == json.loads(file.read_text())
     assert (record["schema"], record["version"]) == ("eyas.bench", 1)
     assert 'id="acceptance"' in drawn.read_text()
-    assert "alike within" in ok("diff", str(file), str(file)).stdout
+    compared = ok("diff", str(file), str(file), "--html", str(drawn))
+    assert "alike within" in compared.stdout
+    assert drawn.read_text().count("record.<wbr/>json") == 2
     assert record["plain"]["tok_per_s"] > 0
     assert record["spec"]["tok_per_s"] > 0
     assert record["tokens_equal"] is True

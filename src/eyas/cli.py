@@ -304,6 +304,7 @@ def diff(a: RunRecord, b: RunRecord, json_file: Json = "", html_file: Html = "")
     require_writable(json_file, html_file)
     first = read_record(a, KINDS)
     record = compare(first, read_record(b, [kind_of(first)]))
+    record["files"] = [Path(a).name, Path(b).name]
     show(Console(highlight=False), record)
     _write(record, json_file, html_file)
 

@@ -6,6 +6,7 @@ checked always.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,17 @@ from typing import Any
 import pytest
 
 from eyas.report.components import COMPONENTS, STAGES
+from eyas.report.figures import ticks
 from eyas.report.html import page
+from eyas.report.markup import rate, short
 from eyas.report.records import stamped
+from eyas.report.starting_case import starting_case
 from eyas.report.style import COMPONENT_COLOURS, DARK, LIGHT, STAGE_COLOURS
 from tests.report import samples
-from tests.report.browsing import CHROMIUM, looked_at
+from tests.report.browsing import CHROMIUM, seen
 from tests.report.page_checks import Page, contrast, faults, overlaps
 
+starting = functools.cache(starting_case)
 RECORDS: dict[str, tuple[Callable[[Path], dict[str, Any]], set[str]]] = {
     "bench": (lambda _: samples.bench_record(), {"rates", "stages", "acceptance"}),
     "trace": (
@@ -39,6 +44,7 @@ RECORDS: dict[str, tuple[Callable[[Path], dict[str, Any]], set[str]]] = {
         },
     ),
     "plan": (lambda _: samples.plan_record(), {"what-if"}),
+    "start": (lambda _: starting(), {"passes", "needed", "published", "what-if"}),
     "diff": (
         lambda _: stamped(
             "diff",
@@ -49,12 +55,41 @@ RECORDS: dict[str, tuple[Callable[[Path], dict[str, Any]], set[str]]] = {
                     {"name": "rank 1: NCCL_P2P_DISABLE", "ms": 0.0, "evidence": "1, was unset"},
                 ],
                 "verdict": "1.30 ms more, 1.50 of it in all-reduce.",
+                "files": ["before.json", "after.json"],
+                "unit": "ms a cycle",
+                "cycle_ms": [6.123456789, 7.423456789],
+                "accept_length": [2.5, None],
+                "smaller_ms": 0.01,
             },
         ),
         {"causes"},
     ),
 }
 each = pytest.mark.parametrize("name", sorted(RECORDS))
+END = "</header>"
+FAULTS = (
+    ("console", False, END, f"{END}<script>console.error('told')</script>"),
+    ("console", False, END, f"{END}<script>nothing.at.all()</script>"),
+    ("request", False, END, f'{END}<img src="https://a.example/b.png" alt="">'),
+    ("request", False, "</style>", "body{background:url(https://a.example/b.png)}</style>"),
+    ("request", False, END, f"{END}<script>fetch('https://a.example/b')</script>"),
+    ("request", False, END, f'{END}<img src="page.html" alt="">'),
+    ("request", False, END, f"{END}<script>setTimeout(() => fetch('late'), 500)</script>"),
+    ("request", False, END, f'{END}<iframe src="frame.html"></iframe>'),
+    ("figure", False, 'id="what-if"', 'id="what-else"'),
+    ("figure", False, 'id="what-if"', 'id="what-if" hidden'),
+    ("figure", False, "</style>", ".bar,table{display:none}</style>"),
+    ("overlap", False, "</style>", ".row{margin:-.6rem 0}</style>"),
+    ("overlap", True, "</style>", ".wide td{position:absolute}</style>"),
+    ("width", False, "</style>", ".row{width:1400px}</style>"),
+    ("width", True, "</style>", ".row{width:500px}</style>"),
+    ("cut", True, "</style>", "section{overflow:hidden}.row{width:500px}</style>"),
+    ("small", False, "</style>", ".value{font-size:8px}</style>"),
+    ("colours", True, "(prefers-color-scheme:dark)", "(prefers-color-scheme:none)"),
+    ("colours", True, "</style>", "html{background:#fff}</style>"),
+    ("colours", False, "</style>", "body{color:#ccc}</style>"),
+)
+"""What to find, in the dark on a phone or in the light on a desk, and what to plant where."""
 
 
 def page_of(name: str, folder: Path) -> tuple[str, set[str]]:
@@ -68,6 +103,47 @@ def test_a_page_stands_alone_and_has_its_figures(tmp_path: Path, name: str) -> N
     assert faults(text) == []
     assert set(Page(text).figures) == figures
     assert len(text) < 3e6
+    words = re.sub(r"<style>.*?</style>|<pre>.*?</pre>|<[^>]*>", " ", text, flags=re.DOTALL)
+    assert not re.search(r"None|nan\b|\{'|\[\d|\de[+-]\d|\d\.\d{5}", words)
+
+
+def test_the_head_says_what_ran_and_what_came_of_it(tmp_path: Path) -> None:
+    """Fault: a page that nobody can tell from another's, or a claim that it leaves out."""
+    texts = {name: page_of(name, tmp_path)[0] for name in RECORDS}
+    heads = {name: text[: text.index("</header>")] for name, text in texts.items()}
+    for word in ("eyas bench: smollm2", "equal token by token in all 4 pairs", "2.23 x", "2.45"):
+        assert word in heads["bench"], word
+    for word in ("<wbr/>".join(("A before.", "json, B after.", "json")), "A 6.12 ms, B 7.42 ms"):
+        assert word in heads["diff"], word
+    assert "Speculation pays" in heads["explain"]
+    assert "engine SGLang" in heads["trace"]
+    plan = samples.plan_record() | {"engine": {"name": "vllm", "source": "a trace"}}
+    plan |= {"profile": {"name": "h200", "machine": "H200 SXM"}}
+    assert "engine vllm; predicted for H200 SXM" in page(plan)
+    bench = samples.bench_record() | {"tokens_equal": False}
+    assert "equal token by token" not in page(bench)
+
+
+def test_numbers_are_for_readers() -> None:
+    """Fault: exponents, or digits that say nothing, on an axis or in a table."""
+    found = [short(v) for v in (0.0, 0.0312, 0.31, 2.0, 45.67, 291.4, 12893.12, -0.05)]
+    assert found == ["0", "0.031", "0.31", "2.00", "45.7", "291", "12,893", "-0.050"]
+    assert short(None) == ""
+    assert [rate(v) for v in (119.04, 12893.1)] == ["119.0", "12,893"]
+    assert ticks(11800.0) == [0.0, 5000.0, 10000.0, 15000.0]
+    assert ticks(72.3) == [0.0, 20.0, 40.0, 60.0, 80.0]
+    for most in (1e-9, 0.3, 1.0, 6.0, 99.0, 100.0, 251.0):
+        assert 3 <= len(ticks(most)) <= 6, most
+        assert ticks(most)[-1] >= most * 0.999
+
+
+def test_streams_that_hardly_work_share_a_lane(tmp_path: Path) -> None:
+    """Fault: a page of empty lanes; or work of theirs that is no longer shown."""
+    record = samples.ranks_record(tmp_path)
+    rank = record["ranks"][0]["timeline"]
+    bars = [[0.0, 0.001, "copies", "draft", 2], [0.5, 0.001, "copies", "verify", 1]]
+    rank["streams"] |= {"80": bars[:1], "81": bars[1:]}
+    assert "streams 80, 81: 0.00 ms in 3 launches" in page(record)
 
 
 def test_names_from_outside_cannot_become_markup(tmp_path: Path) -> None:
@@ -159,17 +235,22 @@ def test_colours_can_be_seen(scheme: dict[str, str]) -> None:
 )
 @each
 def test_a_browser_shows_it(tmp_path: Path, name: str, width: int, dark: bool) -> None:
-    """No console error, no request, every figure there, no text upon another, nothing too wide."""
+    """No console error, no request, every figure there, no text upon another, nothing too wide.
+
+    Nor text that is cut or tiny; and dark is dark.
+    """
     text, figures = page_of(name, tmp_path)
-    flags = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0") if dark else ()
-    found, errors = looked_at(tmp_path, text, width, *flags)
-    if dark and not found["dark"]:
-        pytest.skip("this Chromium does not take a dark scheme from the command line")
-    assert errors == ""
-    assert found["requests"] == []
-    assert set(found["figures"]) == figures
-    assert found["wide"] <= width
-    assert overlaps([tuple(box) for box in found["texts"]]) == []
-    ground = (DARK if found["dark"] else LIGHT)["page"]
-    channels = ", ".join(str(int(ground[i : i + 2], 16)) for i in (1, 3, 5))
-    assert found["ground"] == f"rgb({channels})"
+    assert seen(tmp_path, text, width, DARK if dark else LIGHT, figures, dark) == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize(("kind", "dark", "old", "new"), FAULTS)
+def test_a_browser_sees_each_fault(
+    tmp_path: Path, kind: str, dark: bool, old: str, new: str
+) -> None:
+    """Fault: a looker that finds nothing, whatever the page."""
+    text, figures = page_of("plan", tmp_path)
+    assert text.count(old) == 1, old
+    width, colours = (390, DARK) if dark else (1280, LIGHT)
+    found = seen(tmp_path, text.replace(old, new), width, colours, figures, dark)
+    assert kind in {line.split(":")[0] for line in found}, found

@@ -7,16 +7,19 @@ that `style.py` gives in light and dark.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from eyas.report.components import COMPONENTS, STAGES
-from eyas.report.markup import Html, joined, number, tag
+from eyas.report.markup import Html, breakable, joined, number, short, tag
 
 WIDTH, HEIGHT = 1000.0, 20.0
 """User units of a bar's drawing."""
 CURVE_HEIGHT = 300.0
 TICKS = 5
+NARROW = 3
+"""Columns that a phone has room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,8 @@ class Bar:
     mark: float | None = None
     """A value to mark across the bar, as its floor."""
     tip: str = ""
+    note: str = ""
+    """What is said below the bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +98,13 @@ def bars(rows: Sequence[Bar], most: float | None = None) -> Html:
             at += value
         if row.mark is not None:
             marks.append(rect(min(row.mark * scale, WIDTH - 3.0), 3.0, "mark"))
-        lines.append(
-            tag(
-                "div",
-                tag("span", row.name, class_="name"),
-                drawing(*marks),
-                tag("span", row.text, class_="value"),
-                class_="row",
-            )
-        )
+        cells = [
+            tag("span", breakable(row.name), class_="name"),
+            drawing(*marks),
+            tag("span", row.text, class_="value"),
+            *([tag("span", row.note, class_="note")] if row.note else []),
+        ]
+        lines.append(tag("div", *cells, class_="row"))
     return tag("div", *lines, class_="bars")
 
 
@@ -125,43 +128,61 @@ def timeline(strips: Sequence[Strip], length: float, unit: str) -> Html:
 
 
 def axis(span: Sequence[float], unit: str) -> Html:
-    """Numbers spread evenly from `span[0]` to `span[1]`; small screens show every second."""
+    """Numbers at even places from `span[0]` to `span[1]`; small screens show every second."""
     first, last = span
     step = (last - first) / (TICKS - 1)
-    texts = [f"{first + i * step:.3g}" for i in range(TICKS)]
+    values = [first + i * step for i in range(TICKS)]
+    texts = [f"{value:,.0f}" if last >= 100 else short(value) for value in values]
     texts[-1] += f" {unit}"
-    return tag("div", *(tag("span", text) for text in texts), class_="axis")
+    places = [f"left:{number(100 * i / (TICKS - 1))}%" for i in range(TICKS)]
+    spans = (tag("span", text, style=place) for text, place in zip(texts, places, strict=True))
+    return tag("div", *spans, class_="axis")
+
+
+def ticks(most: float) -> list[float]:
+    """Round numbers from 0 to `most` or above it, three to six of them."""
+    rough = max(most, 1e-12) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(k * power for k in (1.0, 2.0, 2.5, 5.0, 10.0) if k * power >= rough * 0.999)
+    return [i * step for i in range(math.ceil(most / step - 1e-9) + 1)]
 
 
 def curves(lines: Sequence[Line], x_name: str, y_name: str) -> Html:
-    """Curves over a common axis; y starts at 0."""
+    """Curves over a common axis, their points marked; y goes from 0 to a round number."""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     left, wide = min(xs), max(max(xs) - min(xs), 1e-12)
-    top = max(*ys, 1e-12) * 1.05
+    scale = ticks(max(ys))
     marks = []
+    for value in scale:
+        at = number((1 - value / scale[-1]) * CURVE_HEIGHT)
+        marks.append(tag("line", x1="0", y1=at, x2=number(WIDTH), y2=at, class_="grid"))
     for line in lines:
         places = [
-            f"{number((x - left) / wide * WIDTH)},{number((1 - y / top) * CURVE_HEIGHT)}"
+            f"{number((x - left) / wide * WIDTH)},{number((1 - y / scale[-1]) * CURVE_HEIGHT)}"
             for x, y in sorted(line.points)
         ]
         marks.append(tag("polyline", points=" ".join(places), class_=f"curve {line.colour}"))
+        dots = " ".join(f"M{place}h0.01" for place in places)
+        marks.append(tag("path", d=dots, class_=f"curve dots {line.colour}"))
+    numbers = [f"{value:,.10g}" for value in reversed(scale)]
     return joined(
         tag("p", y_name, class_="unit"),
         tag(
             "div",
-            tag("div", tag("span", f"{top:.3g}"), tag("span", "0"), class_="scale"),
+            tag("div", *(tag("span", text) for text in numbers), class_="scale"),
             drawing(*marks, height=CURVE_HEIGHT, class_="plot", label=f"{y_name} by {x_name}"),
+            axis([left, max(xs)], x_name),
             class_="plotted",
         ),
-        axis([left, max(xs)], x_name),
     )
 
 
-def legend(names: Sequence[str], values: Mapping[str, str] | None = None) -> Html:
-    """Colours with their names, and a value behind each that has one."""
+def legend(names: Sequence[str], values: Mapping[str, str] | None = None, title: str = "") -> Html:
+    """Colours with their names behind a `title`, and a value behind each that has one."""
     values = values or {}
-    items = [
+    items = [tag("li", title, class_="quiet")] if title else []
+    items += [
         tag(
             "li",
             drawing(rect(0.0, WIDTH, colour(name)), class_="swatch"),
@@ -172,11 +193,17 @@ def legend(names: Sequence[str], values: Mapping[str, str] | None = None) -> Htm
     return tag("ul", *items, class_="legend")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> Html:
-    """A table that scrolls in its own frame; columns behind the first `words` are numbers."""
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1, code: bool = False
+) -> Html:
+    """A table whose columns behind the first `words` are numbers, and whose first may be code.
+
+    Where it has many, a small screen shows each row as a name with the other columns below it.
+    """
 
     def cell(kind: str, i: int, text: str) -> Html:
-        return tag(kind, text, class_="number" if i >= words else None)
+        label = head[i] if kind == "td" and i else None
+        return tag(kind, text, class_="number" if i >= words else None, data_label=label)
 
     return tag(
         "div",
@@ -188,5 +215,5 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) ->
                 *(tag("tr", *(cell("td", i, t) for i, t in enumerate(row))) for row in rows),
             ),
         ),
-        class_="scroll",
+        class_=" ".join(("scroll", *["code"] * code, *["wide"] * (len(head) > NARROW))),
     )

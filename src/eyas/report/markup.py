@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
+import re
 from typing import Any
 
-VOID = {"meta", "rect", "line", "polyline", "circle", "path", "br"}
+VOID = {"meta", "rect", "line", "polyline", "circle", "path", "br", "wbr"}
 """Elements that are written without content and closed at once."""
 
 
@@ -39,6 +40,30 @@ def joined(*parts: object) -> Html:
     return Html("".join(escaped(part) for part in parts))
 
 
+def arrows(text: str) -> str:
+    """Text whose arrows are one character, so that none is broken in two."""
+    return text.replace("->", "\N{RIGHTWARDS ARROW}")
+
+
+def breakable(name: str) -> Html:
+    """A name that may be broken behind its joints, where it is too long for its place."""
+    return Html("<wbr/>".join(escaped(part) for part in re.findall(r"[^_/.]*[_/.]|[^_/.]+", name)))
+
+
 def number(value: float) -> str:
     """A coordinate: short, never in exponents."""
     return f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+def rate(value: float | None) -> str:
+    """Tokens a second, which readers compare with others close by."""
+    return "" if value is None else f"{value:,.{0 if value >= 1000 else 1}f}"
+
+
+def short(value: float | None) -> str:
+    """A quantity for readers: three digits that count, thousands apart; none for None."""
+    if value is None:
+        return ""
+    size = abs(value)
+    digits = 0 if size >= 100 or not size else 1 if size >= 10 else 2 if size >= 0.095 else 3
+    return f"{value:,.{digits}f}"

@@ -11,6 +11,7 @@ added to `SECTIONS`. The keys, all optional:
 - `spec` with `acceptance_by_position` and `conditional_acceptance`, `histogram`;
 - `rows` of `option`, `decode_ms`, `cycle_ms`, `tok_per_s`, `speedup`, `break_even`;
 - `causes` of `name`, `ms`, `evidence`;
+- `breakdown`, `needed` and `figures` as `eyas plan --starting-case` has them;
 - `cells`, `by_batch`, `lesson` as `eyas explain` has them;
 - `against_decode`, `idle`, `collectives`, `unknown`, `kernels_by_time` as `eyas trace` has them.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from eyas.report.comparisons import LEAST_MS, causes, needed, passes, published, what_if
 from eyas.report.components import DEVICE, STAGES
 from eyas.report.figures import (
     Bar,
@@ -32,9 +34,15 @@ from eyas.report.figures import (
     table,
     timeline,
 )
-from eyas.report.markup import Html, joined, tag
+from eyas.report.markup import Html, joined, short, tag
 
-MOST_KERNELS, MOST_NAME = 15, 120
+MOST_KERNELS, MOST_NAME = 15, 110
+FEW = 0.005
+"""Share of a cycle below which a stream has no lane of its own."""
+FLOOR = "what the bytes and operations must take on this machine"
+SIDES = {"plain": "plain decoding", "spec": "speculation"}
+LEAST_SHOWN = 0.005
+"""Milliseconds of a stage that has a place in a legend of two decimals."""
 Record = dict[str, Any]
 
 
@@ -58,11 +66,11 @@ def _timeline(record: Record) -> Html | None:
         lanes = rank["timeline"]["streams"]
         busiest = max(lanes, key=lambda s: sum(bar[1] for bar in lanes[s]))
         strips.append(Strip(name=f"{prefix}stages", bars=_stage_bars(lanes[busiest]), kind="stage"))
-        for stream, found in lanes.items():
-            busy = sum(bar[1] for bar in found)
+        for streams, found in _lanes(lanes, busiest, length):
+            busy, launches = sum(bar[1] for bar in found), sum(bar[4] for bar in found)
             strips.append(
                 Strip(
-                    name=f"{prefix}stream {stream}: {busy:.2f} ms in {sum(b[4] for b in found)}",
+                    name=f"{prefix}{streams}: {busy:.2f} ms in {launches} launches",
                     bars=[
                         (start, ms, colour(part), f"{stage}, {part}: {1e3 * ms:.1f} us")
                         for start, ms, part, stage, _ in found
@@ -73,9 +81,23 @@ def _timeline(record: Record) -> Html | None:
             stages |= {bar[3] for bar in found}
     return joined(
         timeline(strips, length, "ms"),
-        legend([s for s in STAGES if s in stages]),
-        legend([c for c in DEVICE if c in used]),
+        legend([s for s in STAGES if s in stages], title="stages:"),
+        legend([c for c in DEVICE if c in used], title="streams:"),
     )
+
+
+def _lanes(
+    lanes: dict[str, list[list[Any]]], busiest: str, length: float
+) -> list[tuple[str, list[list[Any]]]]:
+    """Streams with their bars; those that hardly work share the last lane."""
+    least = FEW * length
+    own = {s for s, bars in lanes.items() if s == busiest or sum(b[1] for b in bars) >= least}
+    rest = [s for s in lanes if s not in own]
+    found = [(f"stream {s}", bars) for s, bars in lanes.items() if s in own]
+    if rest:
+        name = f"stream{'s' if len(rest) > 1 else ''} {', '.join(rest)}"
+        found.append((name, sorted((b for s in rest for b in lanes[s]), key=lambda b: b[0])))
+    return found
 
 
 def _stage_bars(lane: list[list[Any]]) -> list[tuple[float, float, str, str]]:
@@ -105,22 +127,26 @@ def _components(record: Record) -> Html | None:
         ]
         text = f"{ms:.3f} ms, {ms / cycle:.1%}"
         if floors.get(name):
-            text += f", {ms / floors[name]:.2f} x floor"
+            text += f", {ms / floors[name]:.{2 if ms < 10 * floors[name] else 0}f} x floor"
         rows.append(
             Bar(name=name, parts=split or [(colour(name), ms)], text=text, mark=floors.get(name))
         )
     idle = record.get("idle_ms")
     if idle is not None:
         rows.append(Bar(name="idle", parts=[("other", idle)], text=_share(idle, cycle)))
-    told = {name: f"{one['device_ms']:.2f} ms" for name, one in stages.items()}
-    about = f"a cycle of {cycle:.3f} ms" + (", a line marks the floor" if floors else "")
+    told = {
+        name: f"{one['device_ms']:.2f} ms"
+        for name, one in stages.items()
+        if one["device_ms"] >= LEAST_SHOWN
+    }
+    about = f"a cycle of {cycle:.3f} ms" + (f", a line marks the floor: {FLOOR}" if floors else "")
     early = record.get("early_ms") or 0.0
     if early and record.get("totals"):
         about += f"; {early:.3f} ms of these are waiting for the kernel before (early launch)"
     return joined(
         tag("p", about, class_="unit"),
         bars(rows),
-        legend([s for s in STAGES if s in stages], told),
+        legend([s for s in STAGES if s in told], told),
     )
 
 
@@ -131,13 +157,16 @@ def _idle(record: Record) -> Html | None:
     rows = [
         Bar(name=name, parts=[("other", ms)], text=_share(ms, cycle))
         for name, ms in sorted(idle.items(), key=lambda item: -item[1])
+        if ms >= LEAST_MS
     ]
     gaps = [
         [f"{g['from']} to {g['to']}", g["cause"], f"{g['count']:.1f}", f"{g['ms']:.3f}"]
         for g in record.get("gaps") or []
+        if g["ms"] >= LEAST_MS
     ]
     head = ("between", "because of", "count", "ms a cycle")
-    return joined(bars(rows), table(head, gaps, words=2) if gaps else "")
+    about = tag("p", "what the device waits for, and between which stages", class_="unit")
+    return joined(about, bars(rows), table(head, gaps, words=2) if gaps else "") if rows else None
 
 
 def _stages(record: Record) -> Html | None:
@@ -149,27 +178,34 @@ def _stages(record: Record) -> Html | None:
         parts = [(colour(s), stages[s]) for s in STAGES if s in stages]
         tip = ", ".join(f"{s} {stages[s]:.2f}" for s in STAGES if s in stages)
         text = f"{sum(stages.values()):.2f} ms"
-        rows.append(Bar(name=side, parts=parts, text=text, tip=tip))
+        rows.append(Bar(name=SIDES.get(side, side), parts=parts, text=text, tip=tip))
     names = [s for s in STAGES if any(s in side for side in sides.values())]
     cells = [
-        [side, *(f"{stages[s]:.2f}" if s in stages else "" for s in names)]
+        [SIDES.get(side, side), *(f"{stages[s]:.2f}" if s in stages else "" for s in names)]
         for side, stages in sides.items()
     ]
-    return joined(bars(rows), legend(names), table(["ms", *names], cells))
+    return joined(bars(rows), legend(names), table(["ms a cycle", *names], cells))
 
 
 def _rates(record: Record) -> Html | None:
     if "plain" not in record or "spec" not in record:
         return None
     rows = []
-    for side in ("plain", "spec"):
+    for side, name in SIDES.items():
         rate = record[side]["tok_per_s"] or 0.0
         text = f"{rate:.1f} tok/s, step {record[side]['step_ms'] or 0.0:.2f} ms"
-        name = "speculation" if side == "spec" else "plain decoding"
         rows.append(Bar(name=name, parts=[(colour("verify"), rate)], text=text))
-    length, even = record["spec"].get("accept_length"), record.get("break_even")
-    words = f"Speed-up {_plain(record.get('speedup'))}; accept length {_plain(length)}, "
-    return joined(bars(rows), tag("p", f"{words}break-even at {_plain(even)}."))
+    cells = [
+        [name, *(_plain(record[side].get(key), digits) for side in SIDES)]
+        for name, key, digits in (
+            ("tok/s, decoding", "tok_per_s", 1),
+            ("tok/s, end to end", "end_to_end_tok_per_s", 1),
+            ("first token, ms", "first_token_ms", 1),
+            ("step or cycle, ms", "step_ms", 2),
+            ("tokens a cycle", "accept_length", 2),
+        )
+    ]
+    return joined(bars(rows), table(("", *SIDES.values()), cells))
 
 
 def _acceptance(record: Record) -> Html | None:
@@ -182,7 +218,7 @@ def _acceptance(record: Record) -> Html | None:
         Bar(
             name=f"draft {k + 1}",
             parts=[(colour("accept"), share or 0.0)],
-            text=f"{_percent(share)}, {_percent(given[k])} if those before were",
+            text=f"{_percent(share)}; of those reached {_percent(given[k])}",
             mark=given[k],
         )
         for k, share in enumerate(shares)
@@ -193,13 +229,13 @@ def _acceptance(record: Record) -> Html | None:
         Bar(
             name=f"{k + 1} {'token' if k == 0 else 'tokens'}",
             parts=[(colour("extend"), float(n))],
-            text=f"{n} cycles, {n / cycles:.0%}",
+            text=f"{n:,} cycles, {n / cycles:.0%}",
         )
         for k, n in enumerate(counts)
     ]
-    return joined(
-        bars(rows, most=1.0), tag("h3", "Tokens a cycle"), bars(lengths) if lengths else ""
-    )
+    about = "share of cycles that accept it; a line marks its share where all before were accepted"
+    counted = (tag("h3", "Tokens a cycle"), bars(lengths)) if lengths else ()
+    return joined(tag("p", about, class_="unit"), bars(rows, most=1.0), *counted)
 
 
 def _by_context(record: Record) -> Html | None:
@@ -207,11 +243,11 @@ def _by_context(record: Record) -> Html | None:
     if not rows:
         return None
     points = [(float(r["context"]), float(r["tok_per_s"])) for r in rows]
-    cells = [[f"{x:.0f}", f"{y:.1f}"] for x, y in points]
+    cells = [[f"{x:,.0f} tokens", short(y)] for x, y in points]
     curve = [Line(name="tok/s", points=points, colour=colour("verify"))]
     return joined(
         curves(curve, "tokens", "tok/s by context length") if len(points) > 1 else "",
-        table(("context", "tok/s"), cells, words=0),
+        table(("context", "tok/s"), cells),
     )
 
 
@@ -222,19 +258,18 @@ def _cells(record: Record) -> Html | None:
         return None
     cells = [
         [
-            row["stage"],
-            row["component"],
+            f"{row['stage']}: {row['component']}",
             f"{row['ms']:.3f}",
             _plain(row["launches"], 0),
-            _plain(None if row["gb"] is None else 1e3 * row["gb"], 1),
-            _plain(row["gflop"]),
+            short(None if row["gb"] is None else 1e3 * row["gb"]),
+            short(row["gflop"]),
             _plain(row["floor_ms"], 3),
-            _plain(row["over_floor"], 1),
+            short(row["over_floor"]),
         ]
         for row in sorted(rows, key=lambda row: -row["ms"])
     ]
-    head = ("stage", "component", "ms", "launches", "MB", "GFLOP", "floor, ms", "times")
-    return table(head, cells, words=2)
+    head = ("a cycle's", "ms", "launches", "MB", "GFLOP", "floor, ms", "times floor")
+    return joined(tag("p", f"floor: {FLOOR}", class_="unit"), table(head, cells))
 
 
 def _by_batch(record: Record) -> Html | None:
@@ -245,8 +280,8 @@ def _by_batch(record: Record) -> Html | None:
         Bar(
             name=f"{row['batch']} together",
             parts=[(colour("verify"), float(row["tok_per_s"]))],
-            text=f"{row['tok_per_s']:.1f} tok/s, cycle {row['cycle_ms']:.2f} ms, "
-            f"{row['accept_length']:.2f} tokens",
+            text=f"{short(row['tok_per_s'])} tok/s; {row['accept_length']:.2f} tokens "
+            f"in {short(row['cycle_ms'])} ms",
         )
         for row in rows
     ]
@@ -263,50 +298,6 @@ def _lesson(record: Record) -> Html | None:
             part = [(colour(name) if key == "true_ms" else "other", one[key])]
             rows.append(Bar(name=f"{name}, {clock}", parts=part, text=f"{one[key]:.3f} ms"))
     return joined(tag("p", found["words"]), bars(rows))
-
-
-def _what_if(record: Record) -> Html | None:
-    rows = record.get("rows")
-    if not rows:
-        return None
-    base = next((r for r in rows if str(r["option"]).startswith("as ")), rows[0])
-    mark = float(base.get("tok_per_s") or 0.0)
-    drawn = []
-    for r in rows:
-        rate = r.get("tok_per_s")
-        more = f", {rate / mark:.2f} x {base['option']}" if rate and mark and r is not base else ""
-        drawn.append(
-            Bar(
-                name=str(r["option"]),
-                parts=[(colour("accept" if r is base else "verify"), float(rate or 0.0))],
-                text=f"{_plain(rate, 1)} tok/s{more}",
-                mark=mark,
-            )
-        )
-    keys = ("decode_ms", "cycle_ms", "tok_per_s", "speedup", "break_even")
-    cells = [
-        [str(r["option"]), str(r.get("costs", "")), *(_plain(r.get(key)) for key in keys)]
-        for r in rows
-    ]
-    head = ("option", "what it costs", "decode ms", "cycle ms", "tok/s", "speed-up", "break-even")
-    about = f"a line marks {base['option']}"
-    return joined(tag("p", about, class_="unit"), bars(drawn), table(head, cells, words=2))
-
-
-def _causes(record: Record) -> Html | None:
-    causes = record.get("causes")
-    if not causes:
-        return None
-    rows = [
-        Bar(
-            name=str(c["name"]),
-            parts=[("s4" if c["ms"] >= 0 else "s6", abs(float(c["ms"])))],
-            text=f"{c['ms']:+.3f} ms" if c["ms"] else "no time of its own",
-        )
-        for c in causes
-    ]
-    cells = [[str(c["name"]), str(c["evidence"])] for c in causes]
-    return joined(bars(rows), table(("cause", "evidence"), cells, words=2))
 
 
 def _against(record: Record) -> Html | None:
@@ -338,7 +329,8 @@ def _ranks(record: Record) -> Html | None:
         parts = [(colour("all-reduce"), shared["transfer_ms"]), ("other", waiting)]
         last = f", last in {shared['last'][rank]:.0%}"
         rows.append(Bar(name=f"rank {rank}", parts=parts, text=text + last))
-    return bars(rows)
+    about = "ms of collectives a cycle; grey is waiting for the last rank"
+    return joined(tag("p", about, class_="unit"), bars(rows))
 
 
 def _kernels(record: Record) -> Html | None:
@@ -346,18 +338,24 @@ def _kernels(record: Record) -> Html | None:
     if not found:
         return None
     cells = [
-        [k["name"][:MOST_NAME], k["component"], f"{k['count']:.0f}", f"{k['ms']:.3f}"]
+        [_kernel(k["name"]), k["component"], f"{k['count']:.0f}", f"{k['ms']:.3f}"]
         for k in found[:MOST_KERNELS]
     ]
-    return table(("kernel", "component", "count", "ms a cycle"), cells, words=2)
+    return table(("kernel", "component", "launches", "ms a cycle"), cells, words=2, code=True)
 
 
 def _unknown(record: Record) -> Html | None:
     found = record.get("unknown")
     if not found:
         return None
-    cells = [[k["name"][:MOST_NAME], f"{k['count']:.0f}", f"{k['ms']:.3f}"] for k in found]
-    return table(("kernel", "count", "ms of the whole trace"), cells)
+    cells = [[_kernel(k["name"]), f"{k['count']:.0f}", f"{k['ms']:.3f}"] for k in found]
+    return table(("kernel", "launches", "ms of the whole trace"), cells, code=True)
+
+
+def _kernel(name: str) -> str:
+    """A kernel's name without its result type, cut where it is endless."""
+    name = name.removeprefix("void ")
+    return name if len(name) <= MOST_NAME else f"{name[:MOST_NAME]}…"
 
 
 def _share(ms: float, cycle: float) -> str:
@@ -365,7 +363,7 @@ def _share(ms: float, cycle: float) -> str:
 
 
 def _plain(value: float | None, digits: int = 2) -> str:
-    return "unknown" if value is None else f"{value:.{digits}f}"
+    return "" if value is None else f"{value:,.{digits}f}"
 
 
 def _percent(value: float | None) -> str:
@@ -373,20 +371,23 @@ def _percent(value: float | None) -> str:
 
 
 SECTIONS: tuple[tuple[str, str, Callable[[Record], Html | None]], ...] = (
-    ("causes", "What differs", _causes),
+    ("causes", "What differs", causes),
     ("rates", "Plain decoding and speculation", _rates),
     ("timeline", "One cycle by stream", _timeline),
     ("components", "Milliseconds a cycle by component", _components),
-    ("cells", "Stages by component against their floors", _cells),
     ("stages", "Stages of a cycle", _stages),
     ("verify", "Where verify takes more than decode", _against),
     ("idle", "Idle time by cause", _idle),
     ("ranks", "Collectives by rank", _ranks),
     ("acceptance", "Acceptance by position", _acceptance),
+    ("passes", "Passes by component", passes),
+    ("needed", "What the observations need", needed),
+    ("published", "Predictions beside measured figures", published),
+    ("what-if", "What if", what_if),
     ("context", "Tokens a second by context", _by_context),
     ("batch", "Tokens a second by requests together", _by_batch),
+    ("cells", "Stages by component against their floors", _cells),
     ("lesson", "What a host clock would have said", _lesson),
-    ("what-if", "What if", _what_if),
     ("kernels", "Kernels by time", _kernels),
     ("unknown", "Kernels that no rule knows", _unknown),
 )
