@@ -35,6 +35,9 @@ from tests.kernels.running import HOPPER
 
 SHARED_BYTES = 227 * 2**10
 """What one program may take of an H200's multiprocessor."""
+SPILLED_BYTES = 192
+"""Of a thread, what may wait in memory: numbers of the rotation, which are through before the loop,
+and sums of splits that are done."""
 ALIGNED = ("q_stride", "k_new_stride", "v_new_stride", "rope_stride", "columns")
 
 
@@ -78,6 +81,10 @@ class Built:
     registers: int
     spilled: int
     shared: int
+    products: int
+    """Of tensor cores."""
+    waits: int
+    """For products: one behind each where the assembler finds that it can't leave them alone."""
     seconds: float
 
 
@@ -112,6 +119,8 @@ def build(
         registers=registers,
         spilled=spilled,
         shared=made.metadata.shared,
+        products=instructions(made.asm["cubin"], "HGMMA"),
+        waits=instructions(made.asm["cubin"], r"WARPGROUP\.DEPBAR"),
         seconds=seconds,
     )
 
@@ -133,6 +142,16 @@ def arguments(names: list[str], constants: dict[str, Any]) -> dict[str, Any]:
         "constexprs": constants,
         "attrs": {(i,): [["tt.divisibility", 16]] for i in aligned},
     }
+
+
+def instructions(cubin: bytes, start: str) -> int:
+    """How many instructions of the machine begin so."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = (triton.knobs.nvidia.cuobjdump.path, "-sass", file.name)
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return len(re.findall(rf"\*/\s+{start}", said))
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
@@ -166,8 +185,9 @@ def test_kernel_suits_an_h200(name: str) -> None:
     """
     model, requests, num_new, tree = CASES[name]
     built = build(MODELS[model], requests, num_new, tree)
-    assert not built.spilled, f"{built.spilled} bytes spilled"
+    assert built.spilled <= SPILLED_BYTES * built.plan.across, f"{built.spilled} bytes spilled"
     assert built.shared <= SHARED_BYTES, f"{built.shared} bytes of shared memory"
+    assert built.waits <= built.products / 2, "each product of a tensor core is waited for"
     waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", built.assembly)
     assert any(int(n) for n in waits), "every load of keys is waited for at once"
     assert "wgmma" in built.assembly, "no tensor core of this GPU's own"

@@ -25,6 +25,8 @@ FUSED_SUMS = 1024
 """Sums of a tile up to so many are merged by its last program, larger ones by another launch."""
 SPARE_SLOTS = 4
 """Slots beside a row's splits: rows of a tile end up to 64 keys apart, a window begins anywhere."""
+NARROW = 64
+"""Numbers of a head up to which few rows are quicker upright: a block has little to be weighed."""
 SHORT = 4096
 """Positions up to which two tiles of 32 rows, which read keys twice, are faster than one of 64."""
 MAX_TILES = 4096
@@ -100,6 +102,8 @@ class Plan:
     num_warps: int
     num_stages: int
     """Of Triton's pipeline. Keys wait for page numbers, so 5 hold 3 blocks, 3 hold 2, 1 holds 1."""
+    across: bool
+    """Whether rows of a tile are rows of its products; see `attention_block`."""
     write: bool
     """Whether the kernel keeps new keys and values itself."""
     merge: bool
@@ -199,6 +203,7 @@ def make_plan(
     largest = _largest_tile(values) if narrow else 16
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
     few = rows <= 64 and 16 * requests * heads <= programs
+    across = narrow and not layout.shape.latent and values > NARROW
     if tile == 64 and longest <= SHORT and (few or tree == RANKS):
         tile = 32  # with programs for nodes beside them, of which two fit on a multiprocessor
     tiles = -(-rows // tile)
@@ -211,6 +216,9 @@ def make_plan(
     if parts == 1 and block == 128 and tile == 64:  # twice the sums do not fit in registers
         tile, tiles = 32, -(-rows // 32)
     at_once = [requests, tiles] if parts == 1 else at_once
+    launched = parts * at_once[0] * heads * at_once[1]
+    in_tree = tree == RANKS and (across or tile == 32)
+    crowded = in_tree or (across and 2 * launched > programs)
     read = block * (keys + (0 if layout.shape.latent else values)) * dtype.itemsize
     return Plan(
         tree=tree,
@@ -222,8 +230,9 @@ def make_plan(
         num_tiles=tiles,
         requests_at_once=at_once[0],
         tiles_at_once=at_once[1],
-        num_warps=8 if not narrow or values > 128 or tile == 64 else 4,
-        num_stages=_stages(read, block, crowded=tree == RANKS and tile == 32),
+        num_warps=8 if not narrow or values > 128 or (tile == 64 and not across) else 4,
+        num_stages=_stages(read, block, crowded),
+        across=across,
         write=num_new <= MAX_NODES,
         merge=tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS,
     )

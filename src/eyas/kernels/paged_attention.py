@@ -18,13 +18,24 @@ import math
 import torch
 
 from eyas.batch import ForwardBatch
+from eyas.kernels.attention_block import (
+    HIDDEN,
+    ROWS_OF_WARPS,
+    absorb,
+    block,
+    flat_places,
+    nothing,
+    queries,
+    scores,
+    seen,
+    whole,
+)
 from eyas.kernels.attention_plan import RANKS, Launch, Plan, Workspace
 from eyas.kernels.kv_write import (
     PASS_VALUES,
     Layout,
     Rope,
     ask_rows,
-    head_rows,
     keep_rows,
     new_rows,
     rope_arguments,
@@ -37,108 +48,12 @@ from eyas.kernels.splits import (
     extent,
     fold,
     give,
-    merged,
+    last_of_tile,
     put,
     share,
     slots_of,
     splits_end,
 )
-
-HIDDEN = tl.constexpr(-1e30)
-"""Score of a key that a row does not see: its weight is exactly zero."""
-
-
-@triton.jit
-def _flat(  # type: ignore[no-untyped-def]
-    table_ptr, order_ptr, kv, exists, prefix, table_width, PAGE: tl.constexpr, RANKS: tl.constexpr
-):  # fmt: skip
-    """Flat positions int32[BLOCK] of the places `kv`."""
-    page = tl.load(table_ptr + kv // PAGE, exists & (kv // PAGE < table_width), 0).to(tl.int32)
-    flat = page * PAGE + kv % PAGE
-    if RANKS:
-        tail = tl.load(order_ptr + kv - prefix, exists & (kv >= prefix), 0).to(tl.int32)
-        flat = tl.where(kv >= prefix, tail, flat)
-    return flat
-
-
-@triton.jit
-def _queries(  # type: ignore[no-untyped-def]
-    q_ptr, cos_ptr, sin_ptr, start, node, used, rope_stride, kind: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_A: tl.constexpr, SIZE_B: tl.constexpr,
-    ROPE: tl.constexpr,
-):  # fmt: skip
-    """Rotated queries [SIZE, R] in the pool's type, in one part or two."""
-    qa = head_rows(
-        q_ptr, cos_ptr, sin_ptr, start, node, used, rope_stride,
-        0, SIZE_A, DIM if SIZE_B == 0 else WIDE, DIM, ROPE,
-    )  # fmt: skip
-    qb = qa
-    if SIZE_B > 0:
-        qb = head_rows(
-            q_ptr, cos_ptr, sin_ptr, start, node, used, rope_stride, WIDE, SIZE_B, DIM, DIM, ROPE
-        )
-    return tl.trans(qa.to(kind)), tl.trans(qb.to(kind))
-
-
-@triton.jit
-def _block(  # type: ignore[no-untyped-def]
-    k_ptr, v_ptr, flat, exists,
-    DIM: tl.constexpr, WIDE: tl.constexpr, SIZE_A: tl.constexpr, SIZE_B: tl.constexpr,
-    SIZE_V: tl.constexpr, LATENT: tl.constexpr,
-):  # fmt: skip
-    """Keys at the positions `flat` in one part or two, and their values."""
-    flat = flat.to(tl.int64)
-    dims = tl.arange(0, SIZE_A)
-    inside = exists[:, None] & (dims < (DIM if SIZE_B == 0 else WIDE))[None, :]
-    ka = tl.load(k_ptr + (flat * DIM)[:, None] + dims[None, :], inside, 0.0)
-    kb, v = ka, ka
-    if SIZE_B > 0:
-        dims = WIDE + tl.arange(0, SIZE_B)
-        inside = exists[:, None] & (dims < DIM)[None, :]
-        kb = tl.load(k_ptr + (flat * DIM)[:, None] + dims[None, :], inside, 0.0)
-    if not LATENT:
-        dims = tl.arange(0, SIZE_V)
-        inside = exists[:, None] & (dims < WIDE)[None, :]
-        v = tl.load(v_ptr + (flat * WIDE)[:, None] + dims[None, :], inside, 0.0)
-    return ka, kb, v
-
-
-@triton.jit
-def _seen(kv, low, end, bits, prefix, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bool[BLOCK, R]: which places rows see."""
-    seen = (kv[:, None] < end[None, :]) & (kv[:, None] >= low[None, :])
-    if MASKED:
-        tail = kv - prefix
-        bit = (bits[None, :] >> tl.minimum(tl.maximum(tail, 0), 63)[:, None].to(tl.int64)) & 1
-        seen &= (tail < 0)[:, None] | (bit != 0)
-    return seen
-
-
-@triton.jit
-def _scores(ka, kb, qa, qb, SIZE_B: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Products float32[BLOCK, R] of keys, in one part or two, with queries.
-
-    The small part comes first: a product that another one adds to is done by all warps alike.
-    """
-    scores = tl.zeros([ka.shape[0], qa.shape[1]], tl.float32)
-    if SIZE_B > 0:
-        scores = tl.dot(kb, qb, scores, input_precision="ieee")
-    return tl.dot(ka, qa, scores, input_precision="ieee")
-
-
-@triton.jit
-def _absorb(scores, v, factor, top, mass, acc):  # type: ignore[no-untyped-def]
-    """A block's scores [BLOCK, R] and values [BLOCK, D] taken into the sums (online softmax).
-
-    The mass [BLOCK, R] is summed over a split's blocks here, over its rows when the split is done.
-    """
-    higher = tl.maximum(top, tl.max(scores, 0) * factor)
-    weights = tl.exp2(tl.fma(scores, factor, -higher[None, :]))
-    shrink = tl.exp2(top - higher)
-    mass = tl.fma(mass, shrink[None, :], weights)
-    weights = weights.to(v.dtype)
-    acc = tl.dot(tl.trans(v), weights, acc * shrink[None, :], input_precision="ieee")
-    return higher, mass, acc
 
 
 @triton.jit
@@ -190,7 +105,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     SIZE_V: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr,
     GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     TREE: tl.constexpr, WINDOW: tl.constexpr, FOLD: tl.constexpr, WRITE: tl.constexpr,
-    MERGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
+    MERGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, AXIS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys x tile of rows, KV head, request), from `first_..` on."""
     pid, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -201,7 +117,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         pid, tiles, shared, first_tile, num_new, GROUP, R, TREE
     )
     row0, first = request * num_new, prefix + tail_offset
-    rows = first_row + tl.arange(0, R)
+    high: tl.constexpr = R if AXIS == 0 else ROWS_OF_WARPS
+    copy = tl.arange(0, high) // R  # a tile with fewer rows than its products has them repeated
+    rows = first_row + tl.arange(0, high) % R
     places = rows - first_tile * R  # their columns
     used, node = rows < last_row, tl.minimum(rows, last_row - 1) // GROUP
     low, end, shift, bits = extent(
@@ -209,8 +127,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     )
     fine, coarse, slot0 = slots_of(low, shift, prefix, first + num_new, TREE, WINDOW, SPLITS, LEAST)
     lo, hi, expected = share(slot0, end, coarse, prefix, part, parts, inverse, own, TREE, FOLD)
-    before = head.to(tl.int64) * positions
-    k_ptr, v_ptr = k_ptr + before * DIM, v_ptr + before * WIDE
+    k_ptr += head.to(tl.int64) * positions * DIM
+    v_ptr += head.to(tl.int64) * positions * WIDE
     table_ptr += request * table_stride
     kind = k_ptr.dtype.element_ty
     if WRITE:
@@ -222,13 +140,12 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     await_turn(EARLY)
     pass_turn(EARLY & (FOLD | MERGE))  # else a program's end does: its merge needs the room
-    column = head * GROUP + rows % GROUP
     cos_ptr, sin_ptr = cos_ptr + row0 * rope_stride, sin_ptr + row0 * rope_stride
     k_new_ptr += row0 * k_new_stride + head * DIM
     v_new_ptr += row0 * v_new_stride + head * WIDE
-    qa, qb = _queries(
-        q_ptr + row0 * q_stride, cos_ptr, sin_ptr, node * q_stride + column * DIM, node, used,
-        rope_stride, kind, DIM, WIDE, SIZE_A, SIZE_B, ROPE,
+    qa, qb = queries(
+        q_ptr + row0 * q_stride + head * GROUP * DIM, cos_ptr, sin_ptr, first_row, last_row,
+        q_stride, rope_stride, kind, GROUP, R, high, DIM, WIDE, SIZE_A, SIZE_B, ROPE, AXIS,
     )  # fmt: skip
     if WRITE:  # loaded here, so that nothing waits for them later
         na, nb, nv = new_rows(
@@ -256,51 +173,51 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
     columns_before = group * (SPLITS + SPARE) * columns
     sum_ptr, stat_ptr = sum_ptr + columns_before * SIZE_V, stat_ptr + columns_before * 2
-    top, mass = tl.full([R], FLOOR, tl.float32), tl.zeros([BLOCK, R], tl.float32)
-    acc = tl.zeros([SIZE_V, R], tl.float32)
-    total_top, total_mass, total = top, tl.zeros([R], tl.float32), acc
+    top, mass, acc = nothing(high, BLOCK, SIZE_V, AXIS)
+    total_top, total_mass, total = top, whole(mass, AXIS), acc
     plain, newest = prefix if TREE == 1 else tl.min(end, 0), tl.max(low, 0)
     order_ptr += (row0 + first_row // GROUP) * 64
     for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
         kv, stop = start + tl.arange(0, BLOCK), start + BLOCK
-        flat = _flat(table_ptr, order_ptr, kv, kv < hi, prefix, table_width, PAGE, TREE == 2)
-        ka, kb, v = _block(k_ptr, v_ptr, flat, kv < hi, DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, LATENT)
-        scores = _scores(ka, kb, qa, qb, SIZE_B)
-        if (stop > plain) | (start < newest):
-            scores = tl.where(_seen(kv, low, end, bits, prefix, TREE == 1), scores, HIDDEN)
-        top, mass, acc = _absorb(scores, v, factor, top, mass, acc)
-        if (stop >> fine << fine == stop) & (stop < hi):
-            done, now = splits_end(stop, end, shift), tl.sum(mass, 0)
+        if (start >> fine << fine == start) & (start > lo):  # sums of the block before stand here
+            done, now = splits_end(start, end, shift), whole(mass, AXIS)
+            slot = start - 1 - slot0 >> fine
             if FOLD:
                 total_top, total_mass, total = fold(
-                    total_top, total_mass, total, top, now, acc, done
+                    total_top, total_mass, total, top, now, acc, done, AXIS
                 )
             else:
-                slot = stop - 1 - slot0 >> fine
                 put(
-                    sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, TREE == 2
-                )
-            stay = tl.where(done, 0.0, 1.0)[None, :]
-            top, mass, acc = tl.where(done, FLOOR, top), mass * stay, acc * stay
-    finished, dims, now = True, tl.arange(0, SIZE_V), tl.sum(mass, 0)
+                    sum_ptr, stat_ptr, top, now, acc, slot, places, used, copy, columns, SIZE_V, R,
+                    AXIS,
+                )  # fmt: skip
+            top = tl.where(done, FLOOR, top)  # so what sums hold will weigh nothing
+        flat = flat_places(table_ptr, order_ptr, kv, hi - 1, prefix, table_width, PAGE, TREE == 2)
+        ka, kb, v = block(k_ptr, v_ptr, flat, DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, LATENT)
+        score = scores(ka, kb, qa, qb, SIZE_B, AXIS)
+        if (stop > plain) | (start < newest):
+            score = tl.where(seen(kv, low, end, bits, prefix, TREE == 1, AXIS), score, HIDDEN)
+        top, mass, acc = absorb(score, v, factor, top, mass, acc, AXIS)
+    finished, now, wide = True, whole(mass, AXIS), tl.num_programs(1) * GROUP * WIDE
+    out_ptr += row0 * wide + head * GROUP * WIDE
     if FOLD:
-        top, now, acc = fold(total_top, total_mass, total, top, now, acc, end > 0)
+        top, now, acc = fold(total_top, total_mass, total, top, now, acc, end > 0, AXIS)
     elif (not MERGE) | (expected > 1) | (hi - lo > 1 << fine):
-        slot = hi - 1 - slot0 >> fine
-        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, TREE == 2)
-        finished = False
+        finished, slot = False, hi - 1 - slot0 >> fine
+        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, copy, columns, SIZE_V, R, AXIS)
         if MERGE:
             tl.debug_barrier()  # all threads' sums stand before the count says so
             count_ptr += group * tiles + tile
-            finished = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
-            if finished:
+            if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1:
                 tl.store(count_ptr, 0)
-                now, acc = merged(
-                    sum_ptr, stat_ptr, slot0, fine, end, shift, places, dims, columns, SIZE_V
-                )
+                last_of_tile(
+                    out_ptr, sum_ptr, stat_ptr, bits_ptr + row0, first_row, last_row,
+                    first_tile * R, prefix, num_new, tail_offset, slot0, fine, columns, wide,
+                    GROUP, R, WIDE, SIZE_V, TREE, WINDOW, SPLITS, LEAST,
+                )  # fmt: skip
     if finished:
-        wide = tl.num_programs(1) * GROUP * WIDE
-        give(out_ptr + row0 * wide, now, acc, node * wide + column * WIDE, used, dims, WIDE)
+        place, dims = node * wide + rows % GROUP * WIDE, tl.arange(0, SIZE_V)
+        give(out_ptr, now, acc, place, used, copy, dims, WIDE, R, AXIS)
 
 
 def constants(
@@ -321,6 +238,7 @@ def constants(
         "FOLD": plan.parts == 1,
         "WRITE": plan.write,
         "MERGE": plan.merge,
+        "AXIS": int(plan.across),
     }
 
 

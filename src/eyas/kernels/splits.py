@@ -127,27 +127,43 @@ def share(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def fold(top, mass, acc, more_top, more_mass, more, counts):  # type: ignore[no-untyped-def]
+def fold(  # type: ignore[no-untyped-def]
+    top, mass, acc, more_top, more_mass, more, counts, AXIS: tl.constexpr
+):  # fmt: skip
     """Two sums of rows as one; `more` for the rows where it counts."""
     higher = tl.where(counts, tl.maximum(top, more_top), top)
     shrink = tl.exp2(top - higher)
     grow = tl.exp2(tl.where(counts, more_top - higher, 0.0))
     mass = tl.where(counts, tl.fma(mass, shrink, more_mass * grow), mass)
-    folded = tl.fma(acc, shrink[None, :], more * grow[None, :])
-    return higher, mass, tl.where(counts[None, :], folded, acc)
+    shrink, grow = tl.expand_dims(shrink, AXIS), tl.expand_dims(grow, AXIS)
+    folded = tl.fma(acc, shrink, more * grow)
+    return higher, mass, tl.where(tl.expand_dims(counts, AXIS), folded, acc)
+
+
+@triton.jit
+def _whose(used, copy, dims, R: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which numbers of sums are stored: of rows that are there several times a part of each."""
+    copies: tl.constexpr = used.shape[0] // R
+    if copies > 1:
+        part = tl.expand_dims(dims // (dims.shape[0] // copies), 1 - AXIS)
+        mine = tl.expand_dims(used, AXIS) & (tl.expand_dims(copy, AXIS) == part)
+    else:
+        mine = tl.expand_dims(used, AXIS)
+    return mine
 
 
 @triton.jit
 def put(  # type: ignore[no-untyped-def]
-    sum_ptr, stat_ptr, top, mass, acc, slot, places, used, columns, SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
+    sum_ptr, stat_ptr, top, mass, acc, slot, places, used, copy, columns, SIZE: tl.constexpr,
+    R: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Store a slot of columns; with MASKED of used ones, else also of those that fill the tile."""
+    """Store the used columns of a slot."""
     dims = tl.arange(0, SIZE)
-    place = (slot * SIZE + dims)[:, None] * columns + places[None, :]
-    tl.store(sum_ptr + place, acc, used[None, :] if MASKED else None)
-    tl.store(stat_ptr + slot * 2 * columns + places, top, used if MASKED else None)
-    tl.store(stat_ptr + (slot * 2 + 1) * columns + places, mass, used if MASKED else None)
+    place = tl.expand_dims((slot * SIZE + dims) * columns, 1 - AXIS) + tl.expand_dims(places, AXIS)
+    tl.store(sum_ptr + place, acc, _whose(used, copy, dims, R, AXIS))
+    first = used & (copy == 0)
+    tl.store(stat_ptr + slot * 2 * columns + places, top, first)
+    tl.store(stat_ptr + (slot * 2 + 1) * columns + places, mass, first)
 
 
 @triton.jit
@@ -169,16 +185,39 @@ def merged(  # type: ignore[no-untyped-def]
         more = tl.load(sum_ptr + place, cache_modifier=".cg")
         begin = start + (slot << fine)
         counts = splits_end(begin + (1 << fine), end, shift) & (begin < end)
-        top, mass, acc = fold(top, mass, acc, more_top, more_mass, more, counts)
+        top, mass, acc = fold(top, mass, acc, more_top, more_mass, more, counts, 0)
     return mass, acc
 
 
 @triton.jit
-def give(out_ptr, mass, acc, place, used, dims, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def give(  # type: ignore[no-untyped-def]
+    out_ptr, mass, acc, place, used, copy, dims, WIDE: tl.constexpr, R: tl.constexpr,
+    AXIS: tl.constexpr,
+):  # fmt: skip
     """Store numbers `dims` of rows' weighted means; their heads start at `place`."""
-    mean = (acc / tl.where(used, mass, 1.0)[None, :]).to(out_ptr.dtype.element_ty)
-    inside = used[None, :] & (dims < WIDE)[:, None]
-    tl.store(out_ptr + place[None, :] + dims[:, None], mean, inside)
+    mass = tl.expand_dims(tl.where(used, mass, 1.0), AXIS)
+    mean = (acc / mass).to(out_ptr.dtype.element_ty)
+    inside = _whose(used, copy, dims, R, AXIS) & tl.expand_dims(dims < WIDE, 1 - AXIS)
+    tl.store(out_ptr + tl.expand_dims(place, AXIS) + tl.expand_dims(dims, 1 - AXIS), mean, inside)
+
+
+@triton.jit
+def last_of_tile(  # type: ignore[no-untyped-def]
+    out_ptr, sum_ptr, stat_ptr, bits_ptr, first_row, last_row, before, prefix, num_new, tail_offset,
+    start, fine, columns, wide,
+    GROUP: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Merge the R columns of a tile whose sums all stand; `before` is the row of column 0."""
+    rows, dims = first_row + tl.arange(0, R), tl.arange(0, SIZE)
+    node, used = tl.minimum(rows, last_row - 1) // GROUP, rows < last_row
+    _, end, shift, _ = extent(
+        prefix, node, bits_ptr, num_new, tail_offset, TREE, WINDOW, SPLITS, LEAST
+    )
+    mass, acc = merged(
+        sum_ptr, stat_ptr, start, fine, end, shift, rows - before, dims, columns, SIZE
+    )
+    give(out_ptr, mass, acc, node * wide + rows % GROUP * WIDE, used, rows, dims, WIDE, R, 0)
 
 
 @triton.jit(do_not_specialize=["num_new", "tail_offset", "first_request", "first_tile"])
@@ -212,4 +251,4 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     wide = heads * GROUP * WIDE
     place = node * wide + (head * GROUP + rows % GROUP) * WIDE
-    give(out_ptr + request * num_new * wide, mass, acc, place, used, dims, WIDE)
+    give(out_ptr + request * num_new * wide, mass, acc, place, used, rows, dims, WIDE, R, 0)
