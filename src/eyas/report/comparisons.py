@@ -16,7 +16,7 @@ LEAST_MS = 0.0005
 
 def what_if(record: Record) -> Html | None:
     """Rates that other settings or kernels would have."""
-    rows = record.get("rows")
+    rows = sorted(record.get("rows") or [], key=lambda r: -float(r.get("tok_per_s") or 0.0))
     if not rows:
         return None
     base = next((r for r in rows if str(r["option"]).startswith("as ")), rows[0])

@@ -325,11 +325,11 @@ def _ranks(record: Record) -> Html | None:
         return None
     rows = []
     for rank, waiting in shared["waiting_ms"].items():
-        text = f"transfer {shared['transfer_ms']:.3f}, waiting {waiting:.3f} ms"
+        text = f"{shared['transfer_ms']:.3f} + {waiting:.3f} ms"
         parts = [(colour("all-reduce"), shared["transfer_ms"]), ("other", waiting)]
         last = f", last in {shared['last'][rank]:.0%}"
         rows.append(Bar(name=f"rank {rank}", parts=parts, text=text + last))
-    about = "ms of collectives a cycle; grey is waiting for the last rank"
+    about = "transfer, and waiting for the last rank in grey, ms a cycle"
     return joined(tag("p", about, class_="unit"), bars(rows))
 
 

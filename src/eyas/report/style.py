@@ -108,7 +108,8 @@ th,td{text-align:left;padding:.2rem .9rem .2rem 0;border-bottom:1px solid var(--
  vertical-align:top;overflow-wrap:normal}
 td:first-child:not(.number){overflow-wrap:anywhere;min-width:9rem}
 .code td:first-child{font:.8rem/1.5 ui-monospace,Menlo,Consolas,monospace}
-.number{text-align:right;white-space:nowrap}
+.number{text-align:right}
+td.number{white-space:nowrap}
 details summary{cursor:pointer}
 pre{white-space:pre-wrap;font-size:.8rem}
 @media (max-width:40rem){
@@ -116,8 +117,7 @@ pre{white-space:pre-wrap;font-size:.8rem}
  .row{display:flex;flex-wrap:wrap;justify-content:space-between;margin:.5rem 0}
  .row .bar,.row .note{order:1;flex:0 0 100%}
  .axis span:nth-child(even){display:none}
- th.number{white-space:normal}
- td:first-child:not(.number){min-width:6rem}
+ td:first-child:not(.number){min-width:4rem}
  .wide thead{display:none}
  .wide table,.wide tbody{display:block}
  .wide tr{display:flex;flex-wrap:wrap;gap:0 .9rem;padding:.35rem 0;
