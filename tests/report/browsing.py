@@ -1,11 +1,9 @@
-"""A page looked at by a headless Chromium: where its texts are, what it asked for, what it said.
+"""Pages looked at by a headless Chromium: where texts are, what was asked for, what was said.
 
-`seen` is what a browser finds wrong with a page; `looked_at` is what it is told by.
-
-The page stands in a frame, since browsers do not make their windows as narrow as a phone. A guard
-in its head forbids every request, so that each is told of, whether it would succeed or not. A probe
-at its end measures, a while after the page has loaded, and hands its findings to the frame's page,
-whose text is then dumped.
+Pages stand in frames, since browsers do not make their windows as narrow as a phone. A guard in a
+page's head forbids every request, so that each is told of, whether it would succeed or not. A probe
+at its end measures, a while after the page has loaded, and hands its findings to the page of the
+frames, whose text is then dumped.
 """
 
 from __future__ import annotations
@@ -15,9 +13,12 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eyas.report.style import DARK, LIGHT
 from tests.report.page_checks import overlaps
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
@@ -61,6 +62,7 @@ addEventListener("load", () => setTimeout(() => {
   const shown = [...document.querySelectorAll("section")].filter(
     (s) => [...s.querySelectorAll("svg, table")].some(drawn));
   parent.postMessage(JSON.stringify({
+    name: location.pathname.split("/").pop(),
     texts, small, cut,
     figures: shown.map((s) => s.id),
     wide: document.documentElement.scrollWidth,
@@ -71,29 +73,56 @@ addEventListener("load", () => setTimeout(() => {
   }), "*");
 }, 1000));
 </script>"""
-FRAME = """<!doctype html><title>frame</title><body style="margin:0">
-<iframe src="page.html" style="border:0;width:WIDTHpx;height:4000px"></iframe>
+FRAMES = """<!doctype html><title>frames</title><body style="margin:0">
 <pre id="out"></pre>
+FRAMES
 <script>
-addEventListener("message", (e) => { document.getElementById("out").textContent = e.data; });
+const told = [];
+addEventListener("message", (e) => {
+  told.push(JSON.parse(e.data));
+  document.getElementById("out").textContent = JSON.stringify(told);
+});
 </script>"""
 
 
-def seen(
-    folder: Path, text: str, width: int, colours: dict[str, str], figures: set[str], dark: bool
-) -> list[str]:
-    """What is wrong with a page `width` pixels wide that should show `figures` in `colours`."""
-    found, said = looked_at(folder, text, width, dark)
-    wrong = [f"console: {line}" for line in said]
-    wrong += [f"request: {url}" for url in found["requests"]]
-    wrong += [f"figure: {name} is missing" for name in sorted(figures - set(found["figures"]))]
-    wrong += [f"figure: {name} is one too many" for name in set(found["figures"]) - figures]
-    wrong += [f"width: {found['wide']} of {width}"] * (found["wide"] > width)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """A page as it shall be seen."""
+
+    text: str
+    figures: set[str]
+    width: int
+    dark: bool
+
+
+def seen(folder: Path, sights: Sequence[Sight]) -> list[list[str]]:
+    """What is wrong with each of several pages, by one start of the browser a colour scheme."""
+    wrong: list[list[str]] = [[] for _ in sights]
+    for dark in sorted({sight.dark for sight in sights}):
+        numbers = [i for i, sight in enumerate(sights) if sight.dark == dark]
+        place = folder / ("dark" if dark else "light")
+        place.mkdir()
+        found, said = looked_at(place, [sights[i] for i in numbers], dark)
+        for n, i in enumerate(numbers):
+            name = f"page-{n}.html"
+            faults = judged(sights[i], found[name]) if name in found else ["silent: no findings"]
+            own = [f"console: {line}" for line in said.get(name, [])]
+            wrong[i] = own + [f"browser: {line}" for line in said.get("", [])] + faults
+    return wrong
+
+
+def judged(sight: Sight, found: dict[str, Any]) -> list[str]:
+    """What is wrong with a page by what a probe has found in it."""
+    colours, figures = DARK if sight.dark else LIGHT, set(found["figures"])
+    wrong = [f"request: {url}" for url in found["requests"]]
+    wrong += [f"figure: {name} is missing" for name in sorted(sight.figures - figures)]
+    wrong += [f"figure: {name} is one too many" for name in sorted(figures - sight.figures)]
+    wrong += [f"width: {found['wide']} of {sight.width}"] * (found["wide"] > sight.width)
     wrong += [f"small: {text!r}" for text in found["small"]]
     wrong += [f"cut: {text!r}" for text in found["cut"]]
     wrong += [f"overlap: {pair}" for pair in overlaps([tuple(box) for box in found["texts"]])]
-    if found["dark"] != dark:
-        wrong.append(f"colours: the browser is {'light' if dark else 'dark'}")
+    if found["dark"] != sight.dark:
+        wrong.append(f"colours: the browser is {'light' if sight.dark else 'dark'}")
     for place, name in (("ground", "page"), ("ink", "text")):
         wanted = ", ".join(str(int(colours[name][i : i + 2], 16)) for i in (1, 3, 5))
         if found[place] != f"rgb({wanted})":
@@ -102,19 +131,24 @@ def seen(
 
 
 def looked_at(
-    folder: Path, text: str, width: int, dark: bool = False
-) -> tuple[dict[str, Any], list[str]]:
-    """What the browser makes of a page `width` pixels wide, and its console's messages.
+    folder: Path, sights: Sequence[Sight], dark: bool
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
+    """What the browser makes of pages, and what its console says, by their file's name.
 
-    Leaves a screenshot `shot-WIDTH.png` in `folder`.
+    What the console says of no page stands under no name.
     """
     assert CHROMIUM is not None
-    probe = PROBE.replace("SMALLEST", str(SMALLEST))
-    guarded = text.replace("<head>", f"<head>{GUARD}", 1).replace("</body>", f"{probe}</body>")
-    assert GUARD in guarded
-    assert probe in guarded
-    (folder / "page.html").write_text(guarded, encoding="utf-8")
-    (folder / "frame.html").write_text(FRAME.replace("WIDTH", str(width)), encoding="utf-8")
+    probe, frames = PROBE.replace("SMALLEST", str(SMALLEST)), []
+    for i, sight in enumerate(sights):
+        guarded = sight.text.replace("<head>", f"<head>{GUARD}", 1)
+        guarded = guarded.replace("</body>", f"{probe}</body>")
+        assert GUARD in guarded
+        assert probe in guarded
+        (folder / f"page-{i}.html").write_text(guarded, encoding="utf-8")
+        look = f"border:0;width:{sight.width}px;height:1000px"
+        frames.append(f'<iframe src="page-{i}.html" style="{look}"></iframe>')
+    start = folder / "frames.html"
+    start.write_text(FRAMES.replace("FRAMES", "\n".join(frames)), encoding="utf-8")
     command = [
         CHROMIUM,
         "--headless",
@@ -126,14 +160,17 @@ def looked_at(
         "--enable-logging=stderr",
         "--virtual-time-budget=4000",
         f"--user-data-dir={folder / 'profile'}",
-        f"--window-size={max(width, 800)},4100",
         f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        "--window-size=1400,1000",
+        "--dump-dom",
+        start.as_uri(),
     ]
-    url, shot = (folder / "frame.html").as_uri(), folder / f"shot-{width}.png"
-    command += [f"--screenshot={shot}", "--dump-dom", url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert shot.stat().st_size > 5_000
     match = re.search(r'<pre id="out">(.+?)</pre>', done.stdout, flags=re.DOTALL)
     assert match, done.stderr[-2000:]
-    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return json.loads(html.unescape(match.group(1))), said
+    found = {one.pop("name"): one for one in json.loads(html.unescape(match.group(1)))}
+    said: dict[str, list[str]] = {}
+    for line in filter(lambda line: "CONSOLE" in line, done.stderr.splitlines()):
+        place = re.search(r"source: \S*/(page-\d+\.html) \(\d+\)$", line)
+        said.setdefault(place.group(1) if place else "", []).append(line)
+    return found, said

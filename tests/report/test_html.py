@@ -22,7 +22,7 @@ from eyas.report.records import stamped
 from eyas.report.starting_case import starting_case
 from eyas.report.style import COMPONENT_COLOURS, DARK, LIGHT, STAGE_COLOURS
 from tests.report import samples
-from tests.report.browsing import CHROMIUM, seen
+from tests.report.browsing import CHROMIUM, Sight, seen
 from tests.report.page_checks import Page, contrast, faults, overlaps
 
 starting = functools.cache(starting_case)
@@ -66,6 +66,7 @@ RECORDS: dict[str, tuple[Callable[[Path], dict[str, Any]], set[str]]] = {
     ),
 }
 each = pytest.mark.parametrize("name", sorted(RECORDS))
+LOOKS = [(390, False), (1280, False), (390, True), (1280, True)]
 END = "</header>"
 FAULTS = (
     ("console", False, END, f"{END}<script>console.error('told')</script>"),
@@ -73,9 +74,9 @@ FAULTS = (
     ("request", False, END, f'{END}<img src="https://a.example/b.png" alt="">'),
     ("request", False, "</style>", "body{background:url(https://a.example/b.png)}</style>"),
     ("request", False, END, f"{END}<script>fetch('https://a.example/b')</script>"),
-    ("request", False, END, f'{END}<img src="page.html" alt="">'),
-    ("request", False, END, f"{END}<script>setTimeout(() => fetch('late'), 500)</script>"),
-    ("request", False, END, f'{END}<iframe src="frame.html"></iframe>'),
+    ("request", False, END, f'{END}<img src="page-0.html" alt="">'),
+    ("request", False, END, f"{END}<script>setTimeout(() => fetch('late'), 300)</script>"),
+    ("request", False, END, f'{END}<iframe src="frames.html"></iframe>'),
     ("figure", False, 'id="what-if"', 'id="what-else"'),
     ("figure", False, 'id="what-if"', 'id="what-if" hidden'),
     ("figure", False, "</style>", ".bar,table{display:none}</style>"),
@@ -229,28 +230,41 @@ def test_colours_can_be_seen(scheme: dict[str, str]) -> None:
     assert len(STAGE_COLOURS) == len(STAGES)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize(
-    ("width", "dark"), [(390, False), (1280, False), (390, True), (1280, True)]
-)
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[str]]:
+    """What the browser finds wrong with every page, and with those that have a planted fault."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    folder = tmp_path_factory.mktemp("browser")
+    sights: dict[Any, Sight] = {}
+    planted: dict[Any, Sight] = {}
+    for name in RECORDS:
+        text, figures = page_of(name, folder)
+        for width, dark in LOOKS:
+            look = Sight(text=text, figures=figures, width=width, dark=dark)
+            sights[name, width, dark] = look
+    text, figures = page_of("plan", folder)
+    for i, (_, dark, old, new) in enumerate(FAULTS):
+        assert text.count(old) == 1, old
+        bad, width = text.replace(old, new), 390 if dark else 1280
+        planted[i] = Sight(text=bad, figures=figures, width=width, dark=dark)
+    found = seen(folder, list(sights.values()))
+    found += seen(tmp_path_factory.mktemp("planted"), list(planted.values()))
+    return dict(zip([*sights, *planted], found, strict=True))
+
+
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
 @each
-def test_a_browser_shows_it(tmp_path: Path, name: str, width: int, dark: bool) -> None:
+def test_a_browser_shows_it(wrong: dict[Any, list[str]], name: str, width: int, dark: bool) -> None:
     """No console error, no request, every figure there, no text upon another, nothing too wide.
 
     Nor text that is cut or tiny; and dark is dark.
     """
-    text, figures = page_of(name, tmp_path)
-    assert seen(tmp_path, text, width, DARK if dark else LIGHT, figures, dark) == []
+    assert wrong[name, width, dark] == []
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize(("kind", "dark", "old", "new"), FAULTS)
-def test_a_browser_sees_each_fault(
-    tmp_path: Path, kind: str, dark: bool, old: str, new: str
-) -> None:
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_a_browser_sees_each_fault(wrong: dict[Any, list[str]], number: int) -> None:
     """Fault: a looker that finds nothing, whatever the page."""
-    text, figures = page_of("plan", tmp_path)
-    assert text.count(old) == 1, old
-    width, colours = (390, DARK) if dark else (1280, LIGHT)
-    found = seen(tmp_path, text.replace(old, new), width, colours, figures, dark)
-    assert kind in {line.split(":")[0] for line in found}, found
+    kinds = {line.split(":")[0] for line in wrong[number]}
+    assert FAULTS[number][0] in kinds, (FAULTS[number], wrong[number])
