@@ -10,6 +10,7 @@ from eyas.report.markup import Html, arrows, short, tag
 
 Record = dict[str, Any]
 
+STAYS = "\N{NO-BREAK SPACE}"
 FACTS = (
     ("speedup", "speed-up", "x"),
     ("tok_per_s", "rate", "tok/s"),
@@ -112,7 +113,11 @@ def _value(record: Record, key: str) -> Any:
 def _fact(value: Any, unit: str) -> str:
     """A value with its unit; of two runs, both."""
     if isinstance(value, list):
-        both = (f"{side} {_fact(v, unit)}" for side, v in zip("AB", value, strict=True) if v)
+        both = (
+            f"{side}{STAYS}{_fact(v, unit).replace(' ', STAYS)}"
+            for side, v in zip("AB", value, strict=True)
+            if v
+        )
         return ", ".join(both)
     if not isinstance(value, int | float) or not value:
         return ""

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from eyas.report.heading import heading, title
-from eyas.report.markup import Html, breakable, tag
+from eyas.report.markup import Html, tag
 from eyas.report.records import kind_of
 from eyas.report.sections import sections
 from eyas.report.style import css
@@ -16,12 +16,12 @@ def page(record: dict[str, Any]) -> str:
     """The page of a stamped record; its runs `beside` have their own figures below."""
     kind = kind_of(record)
     name = title(record, kind)
-    body = [tag("header", tag("h1", breakable(name)), *heading(record)), *sections(record)]
+    body = [tag("header", tag("h1", name), *heading(record)), *sections(record)]
     beside = [(", ".join(run["files"]), run) for run in record.get("beside") or []]
     if record.get("decode"):
         beside.append(("plain decoding", record["decode"]))
     for i, (other, run) in enumerate(beside):
-        about = [tag("h1", "Beside it: ", breakable(other)), *heading(run)]
+        about = [tag("h1", f"Beside it: {other}"), *heading(run)]
         body.append(tag("header", *about, class_="beside"))
         body += [_renamed(section, i) for section in sections(run)]
     body += _provenance(record)
