@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.config import EngineConfig, SpeculationConfig
-from eyas.cost import target_pass
+from eyas.cost import target_pass, touched
 from eyas.engine.engine import LLM, Engine
 from eyas.estimate import Scenario, estimate, predict
 from eyas.fingerprint import fingerprint
@@ -42,6 +42,9 @@ STEP = re.compile(
 VERIFY = re.compile(
     r"(?P<shape>\S+) verify\((?P<nodes>\d+)\)( B=(?P<batch>\d+))?( C=(?P<context>\d+))?"
 )
+EXPERTS = re.compile(r"(?P<shape>\S+) experts a layer in verify\((?P<nodes>\d+)\)")
+Counted = dict[tuple[str, int], float]
+"""Distinct experts of a layer that a request's nodes touched, of a shape and so many nodes."""
 LAUNCHES = " launches"
 MEDIAN, WORST = 0.10, 0.20
 """What errors may be."""
@@ -111,12 +114,19 @@ class Pair:
 
 
 def pairs(rows: list[dict[str, Any]], profile: str, context: int) -> Iterator[Pair]:
-    """Every row that a prediction can stand beside."""
+    """Every row that a prediction can stand beside.
+
+    Distinct experts that were counted are what plans are told of a text, as accept lengths are.
+    """
+    counted: Counted = {}
+    for row in rows:
+        if found := EXPERTS.fullmatch(str(row["name"])):
+            counted[found["shape"], int(found["nodes"])] = float(row["value"])
     for row in rows:
         name, value = str(row["name"]), float(row["value"])
         if row["unit"] == "ms" and (found := VERIFY.fullmatch(name)):
-            scenario = _scenario(found, None, profile, context)
             nodes = int(found["nodes"])
+            scenario = _told(_scenario(found, None, profile, context), found, nodes, counted)
             yield Pair(
                 name=name, kind="verify", measured=value, predicted=_verify_ms(scenario, nodes)
             )
@@ -125,7 +135,8 @@ def pairs(rows: list[dict[str, Any]], profile: str, context: int) -> Iterator[Pa
         if not found or row["unit"] not in ("ms", ""):
             continue
         spec = _speculation(found["run"])
-        predicted = predict(_scenario(found, spec, profile, context))
+        scenario = _scenario(found, spec, profile, context)
+        predicted = predict(_told(scenario, found, spec.num_nodes, counted))
         if name != bare:
             whole = predicted.draft + predicted.verify + predicted.extend
             yield Pair(name=name, kind="launches", measured=value, predicted=whole.launches)
@@ -144,6 +155,16 @@ def _scenario(
         acceptance=(0.0,),
     )
     return scenario_of(f"shape:{found['shape']}", "usual", spec, config)
+
+
+def _told(scenario: Scenario, found: re.Match[str], nodes: int, counted: Counted) -> Scenario:
+    """The scenario with what nodes share of their experts, where that was counted."""
+    moe, experts = scenario.target.moe, counted.get((found["shape"], nodes))
+    if moe is None or experts is None or nodes == 1:
+        return scenario
+    apart = touched(moe, nodes) - moe.top_k
+    overlap = min(1.0, max(0.0, 1 - (experts - moe.top_k) / apart))
+    return scenario.change(expert_overlap=overlap)
 
 
 def _speculation(run: str) -> SpeculationConfig:

@@ -60,6 +60,27 @@ def test_rows_find_their_predictions(script: ModuleType) -> None:
     assert many.error == pytest.approx(many.predicted / 5.5 - 1)
 
 
+def test_counted_experts_are_told_to_the_plan(script: ModuleType) -> None:
+    """Fault: a text whose drafts share experts held against drafts that share none."""
+    name = "deepseek-v2-lite verify(8) B=1 C=512"
+    (alone,) = script.pairs([row(name)], "h200-eyas", 512)
+    counts = row("deepseek-v2-lite experts a layer in verify(8)", 20.0, "")
+    (told,) = script.pairs([row(name), counts], "h200-eyas", 512)
+    assert told.predicted < 0.85 * alone.predicted
+    other = row("deepseek-v2-lite experts a layer in verify(4)", 20.0, "")
+    (apart,) = script.pairs([row(name), other], "h200-eyas", 512)
+    assert apart.predicted == alone.predicted
+
+
+def test_the_shipped_profile_predicts_what_was_measured(script: ModuleType) -> None:
+    """Fault: counts, curves or constants that no longer are those of the engine's kernels."""
+    rows = json.loads((FOLDER / "measured" / "h200.json").read_text())["rows"]
+    found = list(script.pairs(rows, "h200-eyas", 512))
+    assert len(found) > 100
+    for summed in script.summary(found):
+        assert summed["holds"], summed
+
+
 def test_errors_are_summed_by_kind(script: ModuleType) -> None:
     """Fault: a bad figure hidden by its group, or launches counted among times."""
     pairs = [

@@ -110,8 +110,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (part of the keys x tile of rows, KV head, request), from `first_..` on."""
     pid, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    group = request * tl.num_programs(1) + head  # its place in the workspace
-    request += first_request
+    group, request = request * tl.num_programs(1) + head, request + first_request
     prefix = tl.load(prefix_ptr + request).to(tl.int32)
     part, tile, own, first_row, last_row = _place(
         pid, tiles, shared, first_tile, num_new, GROUP, R, TREE
