@@ -36,7 +36,7 @@ QUIET = {"NCCL_NVLS_ENABLE": "0"}
 def run(file: Path, **variables: str) -> dict[str, Any]:
     """The record of a run whose ranks see `variables`."""
     command, seen = [sys.executable, "-c", SCRIPT, str(file)], environment(**QUIET | variables)
-    done = subprocess.run(command, cwd=ROOT, env=seen, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=seen, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     record: dict[str, Any] = json.loads(file.read_text())
     return record
