@@ -104,6 +104,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         max_running_requests=8,
         tokenizer="" if dummy else "smollm2",
         load_format="dummy" if dummy else "auto",
+        draft_weights="int8",
     )
     drafter = "auto" if dummy else str(ASSETS / "drafter")
     yield LLM(request.param, drafter=drafter, speculation=chain(4), config=config, engines=3)
