@@ -106,9 +106,14 @@ def seen(folder: Path, sights: Sequence[Sight]) -> list[list[str]]:
         for n, i in enumerate(numbers):
             name = f"page-{n}.html"
             faults = judged(sights[i], found[name]) if name in found else ["silent: no findings"]
-            own = [f"console: {line}" for line in said.get(name, [])]
+            own = [f"{kind(line)}: {line}" for line in said.get(name, [])]
             wrong[i] = own + [f"browser: {line}" for line in said.get("", [])] + faults
     return wrong
+
+
+def kind(line: str) -> str:
+    """Of a fault that the console tells of: a page may not hear in time what its guard forbade."""
+    return "request" if "Content Security Policy" in line else "console"
 
 
 def judged(sight: Sight, found: dict[str, Any]) -> list[str]:
