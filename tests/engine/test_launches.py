@@ -25,6 +25,7 @@ from eyas.cost import cycle_ops, plain_step
 from eyas.engine import drafters, runner
 from eyas.engine.cycle import cycle
 from eyas.engine.drafters import Network
+from eyas.kernels import lang
 from eyas.kv.pool import KVPool
 from eyas.layers.linear import Embedding
 from eyas.models.decoder import Decoder
@@ -51,6 +52,8 @@ SHAPES = {
     "tree 3-2-6": SpeculationConfig(num_steps=3, eagle_topk=2, num_draft_tokens=6),
     "tree 5-4-16": SpeculationConfig(num_steps=5, eagle_topk=4, num_draft_tokens=16),
 }
+RESULTS = {"_attention_kernel": 7, "attention_merge_kernel": 0}
+"""Kernels that are counted and not run, which would take most of the time: what they write."""
 DECREED = " by decree"
 """Behind a shape's name where acceptance is told, not real."""
 SHAPES |= {"chain of 3" + DECREED: SHAPES["chain of 3"]}
@@ -98,14 +101,16 @@ class Launches(TorchDispatchMode):
             self.seen[name] += 1
 
     def hidden(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` as a pass of a network, of which nothing is counted."""
+        """`run` as a pass of a network, of which nothing is counted: its layers need no kernels."""
 
         def hiding(*given: Any, **more: Any) -> Any:
             self._inside += 1
+            lang.INTERPRETED = False
             try:
                 return run(*given, **more)
             finally:
                 self._inside -= 1
+                lang.INTERPRETED = not self._inside
 
         return hiding
 
@@ -128,7 +133,10 @@ def watch() -> Launches:
     launch = launches.hidden(interpreter.GridExecutor.__call__)
 
     def launched(self: Any, *given: Any, **more: Any) -> Any:
-        launches.note(self.fn.__name__)
+        name = self.fn.__name__
+        launches.note(name)
+        if name in RESULTS:
+            return given[RESULTS[name]].zero_()
         return launch(self, *given, **more)
 
     def attention(pool: KVPool, **rest: Any) -> TritonAttention:
