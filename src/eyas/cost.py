@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eyas.config import SpeculationConfig, require
-from eyas.kernels.attention_plan import FUSED_SUMS
+from eyas.kernels.attention_plan import FUSED_SUMS, NARROW
 from eyas.kernels.lang import block_of
 from eyas.model_config import DrafterConfig, MLAConfig, ModelConfig, MoEConfig
 from eyas.operations import (
@@ -23,7 +23,6 @@ from eyas.operations import (
     LEVEL_BOOKS,
     METADATA,
     MOE,
-    NARROW,
     STEP_BOOKS,
     Joins,
     Op,

@@ -22,8 +22,6 @@ STEP_BOOKS, CYCLE_BOOKS, LEVEL_BOOKS = "step's own", "cycle's own", "draft level
 DRAW_LAUNCHES = 2
 """Tiles of the vocabulary, then rows; see `eyas.kernels.draw`."""
 
-NARROW = 64
-"""Numbers of a head up to which attention is narrow."""
 ACTIVATION = 2
 """Bytes of an activation."""
 

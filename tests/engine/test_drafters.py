@@ -35,3 +35,14 @@ def test_who_drafts_with_rounded_weights(
         engine = EngineConfig(device=device, draft_weights=setting)
         found = drafts_rounded(engine, config, torch.device(device), dtype)
         assert found == (setting in rounding), setting
+
+
+def test_a_borrowed_head_gains_nothing() -> None:
+    """Fault: a small drafter copied to 8 bits for the sake of a head that is the target's."""
+    config = dataclasses.replace(
+        tiny_drafter().config, vocab_size=1_000_000, draft_vocab_size=1_000_000
+    )
+    for own in (True, False):
+        drafter = dataclasses.replace(config, own_head=own)
+        gpu = torch.device("cuda")
+        assert drafts_rounded(EngineConfig(), drafter, gpu, torch.bfloat16) is own

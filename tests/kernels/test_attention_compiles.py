@@ -35,9 +35,9 @@ from tests.kernels.running import HOPPER
 
 SHARED_BYTES = 227 * 2**10
 """What one program may take of an H200's multiprocessor."""
-SPILLED_BYTES = 192
-"""Of a thread, what may wait in memory: numbers of the rotation, which are through before the loop,
-and sums of splits that are done."""
+FOLDED_BYTES, ENDED_BYTES = 192, 32
+"""Of a thread whose rows lie across, what may wait in memory: where one program folds all splits,
+whose sums do not fit in registers beside those of the split at hand; and where a split ends."""
 ALIGNED = ("q_stride", "k_new_stride", "v_new_stride", "rope_stride", "columns")
 
 
@@ -185,7 +185,8 @@ def test_kernel_suits_an_h200(name: str) -> None:
     """
     model, requests, num_new, tree = CASES[name]
     built = build(MODELS[model], requests, num_new, tree)
-    assert built.spilled <= SPILLED_BYTES * built.plan.across, f"{built.spilled} bytes spilled"
+    most = FOLDED_BYTES if built.plan.parts == 1 else ENDED_BYTES
+    assert built.spilled <= most * built.plan.across, f"{built.spilled} bytes spilled"
     assert built.shared <= SHARED_BYTES, f"{built.shared} bytes of shared memory"
     assert built.waits <= built.products / 2, "each product of a tensor core is waited for"
     waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", built.assembly)

@@ -98,3 +98,19 @@ def test_short_trees_are_cut_in_two() -> None:
     assert short.parts > 1
     assert plan_of("8B", 8, 16, longest=SHORT).tile == 64, "many requests fill a device"
     assert plan_of("8B", 8, 60, RANKS, longest=SHORT).tile == 32, "nodes have programs of their own"
+
+
+@pytest.mark.parametrize(("name", "across"), [("8B", True), ("small", False), ("latent 16", False)])
+def test_rows_lie_alike_in_all_passes(name: str, across: bool) -> None:
+    """Fault: products laid by the pass, so that a row's bits are those of the rows beside it."""
+    plans = [
+        plan_of(name, requests, num_new, tree, longest=longest)
+        for requests in (1, 8, 64)
+        for num_new in (1, 4, 16, 60)
+        for tree in (CAUSAL, MASKED, RANKS)
+        for longest in (SHORT, 2**17)
+    ]
+    assert {plan.across for plan in plans} == {across}
+    assert len({(plan.block, plan.splits, plan.least) for plan in plans}) == 1
+    if across:
+        assert {plan.num_warps for plan in plans} == {4}

@@ -28,6 +28,8 @@ from tests.kernels.attention_cases import (
 from tests.kernels.running import DEVICE, interpret, on_gpu
 
 LATENT = Case(kv_heads=1, group=16, key_dim=48, value_dim=32, latent=True, rope_dim=16)
+WIDE = Case(kv_heads=1, group=3, key_dim=80, value_dim=80, rope_dim=16, dtype=torch.float16)
+"""Heads whose rows lie across products, and are padded."""
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest difference of a number, over the largest number."""
 
@@ -95,6 +97,10 @@ SMALL = [
     Pass(case=Case(kv_heads=1, group=1), prefixes=[2], count=64, tree=True, options=FAST),
     Pass(case=Case(dtype=torch.float16, rope_dim=16), prefixes=[140], count=5),
     Pass(case=replace(LATENT, dtype=torch.float16), prefixes=[70], count=4, options=MANY),
+    Pass(case=WIDE, prefixes=[0, 150], count=6, options=MANY),
+    Pass(case=replace(WIDE, window=64), prefixes=[140], count=25, options={"programs": 1}),
+    Pass(case=WIDE, prefixes=[140, 3], count=8, tree=True, options=MANY),
+    Pass(case=WIDE, prefixes=[140], count=8, tree=True, options=MANY | FAST),
 ]
 """What the interpreter can run in seconds: every branch of the kernels once."""
 
@@ -242,6 +248,7 @@ def run_bits_small() -> None:
     check_company(two, 510, (4,), splits=4)
     check_company(replace(two, window=130), 253, (3,))
     check_company(LATENT, 127, (2,))
+    check_company(WIDE, 126, (4,))
     check_company(two, 60, (18,))
     check_path(three, 123, 9)
     check_path(two, 250, 20, splits=2)

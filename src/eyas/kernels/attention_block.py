@@ -36,12 +36,12 @@ def flat_places(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _laid(x, kind: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
+def _laid(x, M: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows x [R, SIZE] as the product takes them; repeated where it has more."""
     if x.shape[0] < M:
         many = tl.broadcast_to(x[None, :, :], (M // x.shape[0], x.shape[0], x.shape[1]))
         x = tl.reshape(many, (M, x.shape[1]))
-    return tl.trans(x).to(kind)
+    return tl.trans(x) if AXIS == 0 else x
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def queries(  # type: ignore[no-untyped-def]
         qb = head_rows(
             q_ptr, cos_ptr, sin_ptr, start, node, used, rope_stride, WIDE, SIZE_B, DIM, DIM, ROPE
         )
-    return _laid(qa, kind, M), _laid(qb, kind, M)
+    return _laid(qa.to(kind), M, AXIS), _laid(qb.to(kind), M, AXIS)
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def scores(  # type: ignore[no-untyped-def]
     The small part comes first: a product that another one adds to is done by all warps alike.
     """
     if AXIS == 1:
-        found = tl.dot(tl.trans(qa), tl.trans(ka), input_precision="ieee")
+        found = tl.dot(qa, tl.trans(ka), input_precision="ieee")
     else:
         found = tl.zeros([ka.shape[0], qa.shape[1]], tl.float32)
         if SIZE_B > 0:

@@ -1,11 +1,10 @@
 """Attention of a batch's new rows over their paged keys and values.
 
 The rows of a request that share a KV head sit side by side in tiles, so that one read of its keys
-serves every node and query head of a verify pass. Scores stand upright: a block's keys are the rows
-of the product and the tile's rows its columns. So the tensor cores' work is shaped by the keys,
-tiles of 16 to 64 rows cost nearly the same, and a row's arithmetic is the same in all of them.
-Online softmax as in FlashAttention (arXiv 2205.14135), keys cut as `eyas.kernels.splits` says; the
-oracle is `eyas.attention.reference`. It knows neither networks nor how pages are lent.
+serves every node and query head of a verify pass. How a block of keys meets a tile is told in
+`eyas.kernels.attention_block`: tiles of 16 to 64 rows cost nearly the same, and a row's arithmetic
+is the same in all of them. Keys are cut as `eyas.kernels.splits` says; the oracle is
+`eyas.attention.reference`. It knows neither networks nor how pages are lent.
 
 Always holds for a causal tail, and for trees with `Plan.tree` RANKS: a row's bits are those it has
 alone, whatever the pass, the batch, the tile, the pages and the number of programs.
@@ -117,8 +116,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     )
     row0, first = request * num_new, prefix + tail_offset
     high: tl.constexpr = R if AXIS == 0 else ROWS_OF_WARPS
-    copy = tl.arange(0, high) // R  # a tile with fewer rows than its products has them repeated
-    rows = first_row + tl.arange(0, high) % R
+    rows = first_row + tl.arange(0, high) % R  # repeated where a tile has fewer than its products
     places = rows - first_tile * R  # their columns
     used, node = rows < last_row, tl.minimum(rows, last_row - 1) // GROUP
     low, end, shift, bits = extent(
@@ -186,10 +184,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                     total_top, total_mass, total, top, now, acc, done, AXIS
                 )
             else:
-                put(
-                    sum_ptr, stat_ptr, top, now, acc, slot, places, used, copy, columns, SIZE_V, R,
-                    AXIS,
-                )  # fmt: skip
+                put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
             top = tl.where(done, FLOOR, top)  # so what sums hold will weigh nothing
         flat = flat_places(table_ptr, order_ptr, kv, hi - 1, prefix, table_width, PAGE, TREE == 2)
         ka, kb, v = block(k_ptr, v_ptr, flat, DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, LATENT)
@@ -203,7 +198,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         top, now, acc = fold(total_top, total_mass, total, top, now, acc, end > 0, AXIS)
     elif (not MERGE) | (expected > 1) | (hi - lo > 1 << fine):
         finished, slot = False, hi - 1 - slot0 >> fine
-        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, copy, columns, SIZE_V, R, AXIS)
+        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
         if MERGE:
             tl.debug_barrier()  # all threads' sums stand before the count says so
             count_ptr += group * tiles + tile
@@ -216,7 +211,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
     if finished:
         place, dims = node * wide + rows % GROUP * WIDE, tl.arange(0, SIZE_V)
-        give(out_ptr, now, acc, place, used, copy, dims, WIDE, R, AXIS)
+        give(out_ptr, now, acc, place, used, dims, WIDE, R, AXIS)
 
 
 def constants(

@@ -3,7 +3,8 @@
 A split is a run of keys that one program sums up; its length follows from the number of keys a row
 sees and from nothing else, and splits are folded in their order. So a row's bits depend neither on
 how many programs share the work, nor on the other rows, requests and nodes of the pass. Sums are
-float32 [D, R], one column a row; statistics are the largest scaled score and the mass of weights.
+float32 [D, R] or, with AXIS 1, [R, D] (`eyas.kernels.attention_block`); statistics are a row's
+largest scaled score and the mass of its weights.
 
 Split sums lie in a workspace: [requests * KV heads, SPLITS + SPARE, D, columns], statistics with 2
 in place of D, where columns are a head's rows, all those of one launch. Rows of a tile may differ
@@ -141,12 +142,13 @@ def fold(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _whose(used, copy, dims, R: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _whose(used, dims, R: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which numbers of sums are stored: of rows that are there several times a part of each."""
     copies: tl.constexpr = used.shape[0] // R
     if copies > 1:
+        copy = tl.expand_dims(tl.arange(0, used.shape[0]) // R, AXIS)
         part = tl.expand_dims(dims // (dims.shape[0] // copies), 1 - AXIS)
-        mine = tl.expand_dims(used, AXIS) & (tl.expand_dims(copy, AXIS) == part)
+        mine = tl.expand_dims(used, AXIS) & (copy == part)
     else:
         mine = tl.expand_dims(used, AXIS)
     return mine
@@ -154,14 +156,14 @@ def _whose(used, copy, dims, R: tl.constexpr, AXIS: tl.constexpr):  # type: igno
 
 @triton.jit
 def put(  # type: ignore[no-untyped-def]
-    sum_ptr, stat_ptr, top, mass, acc, slot, places, used, copy, columns, SIZE: tl.constexpr,
+    sum_ptr, stat_ptr, top, mass, acc, slot, places, used, columns, SIZE: tl.constexpr,
     R: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
     """Store the used columns of a slot."""
     dims = tl.arange(0, SIZE)
     place = tl.expand_dims((slot * SIZE + dims) * columns, 1 - AXIS) + tl.expand_dims(places, AXIS)
-    tl.store(sum_ptr + place, acc, _whose(used, copy, dims, R, AXIS))
-    first = used & (copy == 0)
+    tl.store(sum_ptr + place, acc, _whose(used, dims, R, AXIS))
+    first = used & (tl.arange(0, used.shape[0]) < R)
     tl.store(stat_ptr + slot * 2 * columns + places, top, first)
     tl.store(stat_ptr + (slot * 2 + 1) * columns + places, mass, first)
 
@@ -191,13 +193,13 @@ def merged(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def give(  # type: ignore[no-untyped-def]
-    out_ptr, mass, acc, place, used, copy, dims, WIDE: tl.constexpr, R: tl.constexpr,
+    out_ptr, mass, acc, place, used, dims, WIDE: tl.constexpr, R: tl.constexpr,
     AXIS: tl.constexpr,
 ):  # fmt: skip
     """Store numbers `dims` of rows' weighted means; their heads start at `place`."""
     mass = tl.expand_dims(tl.where(used, mass, 1.0), AXIS)
     mean = (acc / mass).to(out_ptr.dtype.element_ty)
-    inside = _whose(used, copy, dims, R, AXIS) & tl.expand_dims(dims < WIDE, 1 - AXIS)
+    inside = _whose(used, dims, R, AXIS) & tl.expand_dims(dims < WIDE, 1 - AXIS)
     tl.store(out_ptr + tl.expand_dims(place, AXIS) + tl.expand_dims(dims, 1 - AXIS), mean, inside)
 
 
@@ -217,7 +219,7 @@ def last_of_tile(  # type: ignore[no-untyped-def]
     mass, acc = merged(
         sum_ptr, stat_ptr, start, fine, end, shift, rows - before, dims, columns, SIZE
     )
-    give(out_ptr, mass, acc, node * wide + rows % GROUP * WIDE, used, rows, dims, WIDE, R, 0)
+    give(out_ptr, mass, acc, node * wide + rows % GROUP * WIDE, used, dims, WIDE, R, 0)
 
 
 @triton.jit(do_not_specialize=["num_new", "tail_offset", "first_request", "first_tile"])
@@ -251,4 +253,4 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     wide = heads * GROUP * WIDE
     place = node * wide + (head * GROUP + rows % GROUP) * WIDE
-    give(out_ptr + request * num_new * wide, mass, acc, place, used, rows, dims, WIDE, R, 0)
+    give(out_ptr + request * num_new * wide, mass, acc, place, used, dims, WIDE, R, 0)
