@@ -266,8 +266,7 @@ def answer(
     """Four greedy answers of 64 tokens."""
     target, tokenizer = load_target(folder, dtype, device), Tokenizer.from_folder(folder)
     place = find_drafter("auto", "smollm2")
-    if place is None:
-        pytest.skip("no drafter for SmolLM2 in the package")
+    assert place is not None, "a drafter for SmolLM2 is part of the package"
     network = load_drafter(place, target.config, dtype, device)
     config = EngineConfig(device=device.type, context_length=512, draft_weights="full")
     engine = Engine(target, tokenizer, drafter=network, speculation=shape, config=config)
