@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 from eyas import LLM, EngineConfig, SamplingParams
 from eyas.distributed.control import Door, Wire
 from eyas.distributed.launch import spawn
+from eyas.distributed.rank_group import RankGroup
 from eyas.errors import ConfigError, RankError
 from tests.chat_model import write_chat_model, write_drafter
 from tests.processes import environment
@@ -63,6 +66,33 @@ def test_ranks_end_with_their_llm(model: str) -> None:
     llm = LLM(model, drafter=None, config=EngineConfig(tp=2, **BASE))
     assert len(multiprocessing.active_children()) == 1
     del llm
+    assert not multiprocessing.active_children()
+
+
+class Held:
+    """In the place of a captured graph: what must be gone when the group ends."""
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "found by the collector"])
+def test_graphs_end_before_their_group(
+    model: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: NCCL waits for ever for a graph that holds its collectives."""
+    left: list[bool] = []
+    alive: weakref.WeakSet[Held] = weakref.WeakSet()
+    monkeypatch.setattr(RankGroup, "close", lambda group: left.append(len(alive) > 0))
+    llm = LLM(model, drafter=None, config=EngineConfig(tp=2, **BASE))
+    graphs: dict[Any, Any] = llm.engine.runner.graphs._graphs
+    graphs["a graph"] = Held()
+    alive.add(graphs["a graph"])
+    del graphs
+    if how == "closed":
+        llm.close()
+    elif how == "found by the collector":
+        vars(llm)["itself"] = llm
+    del llm
+    gc.collect()
+    assert left == [False]
     assert not multiprocessing.active_children()
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from eyas.errors import RankError
 from tests.distributed.test_equality import DRAFTED, JOBS
 from tests.distributed.worlds import FAMILIES, on_ranks, ranked_engine
 from tests.helpers import Job, make_engine, outputs, run_all
+from tests.processes import ROOT, environment
 
 if torch.cuda.device_count() < 2:
     pytest.skip("fewer than two GPUs", allow_module_level=True)
@@ -129,3 +132,31 @@ def test_a_killed_rank_ends_the_run() -> None:
     with pytest.raises(RankError, match="rank 1 of 2: was killed by SIGKILL"):
         run_all(engine, [long] * 200)
     assert time.monotonic() - start < 30
+
+
+DROPPED = """
+from eyas.engine.ranks import Ranks
+from tests.distributed.test_equality import DRAFTED, JOBS
+from tests.distributed.worlds import FAMILIES, ranked_engine
+from tests.helpers import run_all
+
+def captured():
+    engine = ranked_engine(Ranks(FAMILIES["llama"], 2, "cuda"), DRAFTED["chain"])
+    run_all(engine, JOBS[:1])
+    assert engine.runner.graphs._graphs
+    return engine
+
+captured()
+print("dropped")
+engine = captured()
+"""
+
+
+def test_ranks_end_with_their_engine() -> None:
+    """Fault: NCCL waits for ever for a graph of the engine that goes with its ranks."""
+    command, seen = [sys.executable, "-c", DROPPED], environment(NCCL_NVLS_ENABLE="0")
+    done = subprocess.run(
+        command, cwd=ROOT, env=seen, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "dropped" in done.stdout

@@ -12,7 +12,7 @@ import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from eyas.distributed.control import Failure, Wire
 from eyas.distributed.fingerprints import Mismatch, RankPrint, mismatches, rank_print, record
 from eyas.distributed.launch import gather, join, spawn, torchrun_seat
 from eyas.distributed.rank_group import RankGroup, Seat
-from eyas.engine.graphs import GraphKey
+from eyas.engine.graphs import CycleGraphs, GraphKey
 from eyas.engine.networks import Networks, Source
 from eyas.engine.runner import Runner, Underway
 from eyas.engine.watching import RankNotes, RankWatch
@@ -226,7 +226,7 @@ class Ranks:
         self._keys = itertools.count()
         self._dropped: deque[int] = deque()
         self._networks: Networks | None = None
-        self._runners: weakref.WeakSet[RankedRunner] = weakref.WeakSet()
+        self._graphs: dict[int, CycleGraphs] = {}
         weakref.finalize(self, self._hub.close)
         with self.together():
             self.device = rank_device(device, self._hub.seat)
@@ -243,15 +243,16 @@ class Ranks:
                 self.tell(Load())
                 group = RankGroup(self._hub.seat, self.device)
                 self._hub.release = group.abort
-                self._hub.at_end = partial(_end, self._runners, group)
+                self._hub.at_end = partial(_end, self._graphs, group)
                 self._networks = self.source.load(self.device, group)
                 self.hear()
         return self._networks
 
     def open(self, config: EngineConfig, speculation: SpeculationConfig) -> RankedRunner:
         """A runner on every rank; `config` is resolved. Raises what `Runner` raises."""
-        runner = RankedRunner(self, next(self._keys), config, speculation)
-        self._runners.add(runner)
+        key = next(self._keys)
+        runner = RankedRunner(self, key, config, speculation)
+        self._graphs[key] = runner.graphs
         return runner
 
     def together(self) -> AbstractContextManager[None]:
@@ -269,7 +270,14 @@ class Ranks:
         return self._hub.hear()
 
     def drop(self, key: int) -> None:
-        """Free a runner on the other ranks before their next order; may be called at any time."""
+        """Free a runner's graphs here, and the runner on the other ranks before their next order.
+
+        May be called at any time. The graphs are not left to the end of the runner that is dropped:
+        the last reference to the ranks may be one that it holds itself.
+        """
+        graphs = self._graphs.pop(key, None)
+        if graphs is not None:
+            graphs.clear()
         self._dropped.append(key)
 
     def record(self) -> dict[str, Any]:
@@ -350,10 +358,10 @@ class RankedRunner(Runner):
             return list(self._ranks.hear())
 
 
-def _end(runners: Iterable[RankedRunner], group: RankGroup) -> None:
+def _end(graphs: Mapping[int, CycleGraphs], group: RankGroup) -> None:
     """Free graphs, which hold the group's collectives, then end the group."""
-    for runner in runners:
-        runner.graphs.clear()
+    for held in graphs.values():
+        held.clear()
     group.close()
 
 
