@@ -17,7 +17,7 @@ from eyas.hardware import BEST, MANY_ROWS, SMALL_LAYER, Curve, HardwareProfile, 
 from eyas.kernels.absorb import MOST_ROWS as ABSORBED_ROWS
 from eyas.kernels.experts_triton import SHARED_ROWS
 from eyas.kernels.router import MOST_ROWS as CHOSEN_ROWS
-from eyas.kernels.skinny_plan import MOST_ROWS, plan_of
+from eyas.kernels.skinny_plan import MOST_ROWS, plan_of, takes
 from eyas.model_config import DrafterConfig, ModelConfig
 from eyas.operations import (
     BEHIND_MLP,
@@ -151,10 +151,13 @@ def joined(op: Op, profile: HardwareProfile, software: Software) -> bool:
         return False
     if op.joins in MOST_JOINED:
         return op.rows <= MOST_JOINED[op.joins]
-    if op.layer is None or op.rows > MOST_ROWS:
+    if op.layer is None:
         return False
     outputs, inputs, bits = op.layer
-    return bits == 8 or (bits == 16 and plan_of(outputs, inputs, gated=True) is not None)
+    if bits == 8:
+        return op.rows <= MOST_ROWS
+    planned = bits == 16 and plan_of(outputs, inputs, gated=True) is not None
+    return planned and takes(op.rows, outputs, gated=True)
 
 
 def _joined_us(op: Op, profile: HardwareProfile) -> float:

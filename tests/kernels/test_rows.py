@@ -34,6 +34,9 @@ def run_grid() -> None:
     index = torch.tensor([[2, 0], [9, 0], [4, 0]], device=DEVICE)[:, 0]
     for part, tensor in zip(module.take_rows_triton(index, *every), every, strict=True):
         assert torch.equal(part, tensor[[2, 9, 4]])
+    table, tokens = every[3], torch.tensor([[7, 0, 0], [11, 3, 7]], device=DEVICE)
+    with torch.inference_mode():
+        assert torch.equal(module.embedded(tokens, table), table[tokens])
     for width in (1, 24, 1500):
         x, out = torch.randn(5, width + 1, device=DEVICE), torch.zeros(5, 4000, device=DEVICE)
         module.put_columns_triton(x[:, 1:], out[:, 7 : 7 + width])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -36,7 +37,7 @@ USED = PLANS if DEVICE == "cpu" else WIDE
 KINDS = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.bfloat16, torch.float16)
 """The interpreter does not multiply bfloat16."""
 MOST = 70
-"""Rows of the largest pass: more than a program takes."""
+"""Rows of the largest pass: more than a program takes, but with plans that say so."""
 PARTS = (slice(0, 1), slice(3, 8), slice(14, 17), slice(2, 33), slice(6, 70))
 """Passes of some of them, through tiles of every size."""
 
@@ -80,6 +81,7 @@ def run_grid() -> None:
                 assert torch.equal(alone, found[rows]), f"{name}: rows {rows} depend on others"
         assert not counts.any(), f"{name}: counters are not zero again"
     check_leading_dimensions()
+    check_many_rows()
 
 
 def check_leading_dimensions() -> None:
@@ -89,6 +91,20 @@ def check_leading_dimensions() -> None:
     for _ in range(2):
         found = skinny._launch(x, case.weight, plan, counters, bias=case.bias)
         near(found, torch.nn.functional.linear(x, case.weight, case.bias))
+
+
+def check_many_rows() -> None:
+    """Gated rows of passes that a layer's plan is cut anew for: the bits that each has alone."""
+    shape = (96, 128) if DEVICE == "cpu" else (28672, 4096)
+    case, plan = Case(shape, KINDS[0], 200), plans.config(28672, 4096, gated=True)
+    if DEVICE == "cpu":  # whose products sum a tile's inputs in an order of their own
+        plan = dataclasses.replace(plan, depth=plans.of_rows(plan, 128).depth)
+    for count in (70, 128, 200):
+        found = module.run(case.x[:count], case.weight, plans.of_rows(plan, count), gated=True)
+        near(found, gated_reference(torch.nn.functional.linear(case.x[:count], case.weight)))
+        for rows in (slice(0, 1), slice(3, 8), slice(9, 26), slice(2, 66)):
+            alone = module.run(case.x[rows], case.weight, plan, gated=True)
+            assert torch.equal(alone, found[rows]), f"rows {rows} of {count} depend on others"
 
 
 def every_way(case: Case, plan: Plan, counts: torch.Tensor) -> list[tuple[Any, Any]]:
@@ -141,8 +157,10 @@ def test_plans_of_real_layers_compile(shape: tuple[int, int], gates: bool) -> No
     """Fault: a plan that does not fit into a multiprocessor's shared memory."""
     plan = plans.config(*shape, gated=gates)
     assert plan is not None
-    for rows in module.ROWS:
-        compiled = compile_plan(plan, "gated" if gates else "plain", rows)
+    for rows in (n for n in module.ROWS if plans.takes(n, shape[0], gates)):
+        cut = plans.of_rows(plan, rows)
+        compiled = compile_plan(cut, "gated" if gates else "plain", rows, even=True)
+        assert "cp.async.cg" in compiled.asm["ptx"], "tiles are not fetched ahead"
         assert compiled.metadata.shared <= 227 * 1024, rows
 
 
@@ -164,26 +182,35 @@ def test_who_takes_a_layer() -> None:
     assert plans.plan_of(128256, 4096) is None
     assert plans.plan_of(64, 64) is None
     assert plans.plan_of(4096, 4100) is None
+    for outputs, gated, most in ((28672, True, 128), (28672, False, 64), (5632, True, 64)):
+        assert all(plans.takes(n, outputs, gated) == (n <= most) for n in (1, 64, 65, 128, 129))
+    assert plans.takes(256, 28672, gated=True)
+    assert not plans.takes(257, 28672, gated=True)
+    assert not plans.takes(256, 24576, gated=True), "a third of the device would wait"
+    split = [n for n in range(512, 40000, 512) if plans.config(n, 4096, gated=True).splits > 1]
+    assert split, "plans that share tiles have counters for few rows alone"
+    assert not any(plans.takes(plans.MOST_ROWS + 1, n, gated=True) for n in split)
     with torch.inference_mode():
         assert not plans.serves(torch.zeros(1, 64, dtype=torch.bfloat16))
 
 
-def compile_plan(plan: Plan, way: str, rows: int = 16) -> Any:
-    """The kernel as `run` would compile it."""
+def compile_plan(plan: Plan, way: str, rows: int = 16, even: bool = False) -> Any:
+    """The kernel as `run` would compile it; `even`: for a weight of whole tiles."""
     pointers = [n for n in module._skinny_kernel.arg_names if n.endswith("_ptr")]
     types = dict.fromkeys(pointers, "*bf16") | {"part_ptr": "*fp32", "count_ptr": "*i32"}
     types |= dict.fromkeys(("num_rows", "size", "inner", "x_stride", "ahead"), "i32")
     constants: dict[str, Any] = {
         "GATED": way == "gated",
         "BIASED": False,
-        "EVEN": False,
+        "EVEN": even,
         "SPLITS": plan.splits,
         "GROUPS": plan.groups,
         "ROWS": rows,
         "OUTPUTS": plan.outputs,
         "DEPTH": plan.depth,
     }
-    return compiles(module._skinny_kernel, types, constants, plan.warps)
+    aligned = [name for name in types if even and name not in ("num_rows", "ahead")]
+    return compiles(module._skinny_kernel, types, constants, plan.warps, plan.stages, aligned)
 
 
 if __name__ == "__main__":

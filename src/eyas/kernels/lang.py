@@ -44,7 +44,8 @@ EARLY = True
 """Whether kernels are launched before the one they follow has ended: see `take_turn`.
 
 What a pass is given (lengths, pages, bits of trees) is written before its embedding is read, by a
-launch of the library that waits for all before it; so a kernel may read that ahead of its turn.
+launch that lets the next one come only when all before it have ended; so a kernel may read that
+ahead of its turn.
 """
 
 

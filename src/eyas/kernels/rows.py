@@ -6,6 +6,7 @@ One launch for up to eight tensors of any types and widths. Nothing is computed:
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from eyas.kernels.lang import runs_kernels, take_turn, tl, triton, turns
 
@@ -115,6 +116,14 @@ def take_rows(
     """Row `index[r] + r * step + offset` of every tensor [S, ...], for each r of int64[R]."""
     run = take_rows_triton if runs_kernels(index) else take_rows_reference
     return run(index, *tensors, step=step, offset=offset)
+
+
+def embedded(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rows of a table [V, E] for int64 tokens of any shape: [.., E]."""
+    if not runs_kernels(tokens):
+        return F.embedding(tokens, table)
+    (rows,) = take_rows_triton(tokens.flatten(), table)
+    return rows.view(*tokens.shape, -1)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ them: the product, the silu and the gated product are each rounded to the rows' 
 float32. A norm in the same launch was slower than one of its own (docs/performance.md).
 
 Always holds: the choice follows from device, dtype and shapes alone. A row's bits do not depend on
-the other rows, as long as there are no more than `MOST_ROWS` or the library keeps that too.
+the other rows, as long as the kernel takes them (`takes`) or the library keeps that too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from eyas.kernels.gated import gated
-from eyas.kernels.skinny_plan import MOST_ROWS, plan_of, serves
+from eyas.kernels.skinny_plan import MOST_ROWS, of_rows, plan_of, serves, takes
 from eyas.kernels.skinny_triton import Plan, counted, run
 
 
@@ -59,9 +59,12 @@ def gated_linear(
 
 def _plan(x: torch.Tensor, weight: torch.Tensor, gates: bool) -> Plan | None:
     """How the kernel runs this, if it does."""
-    if not serves(x):
+    outputs, inputs = weight.shape
+    num_rows = x.numel() // inputs
+    if not serves(x) or not takes(num_rows, outputs, gates):
         return None
-    return plan_of(weight.shape[0], weight.shape[1], gates)
+    plan = plan_of(outputs, inputs, gates)
+    return None if plan is None else of_rows(plan, num_rows)
 
 
 def _launch(
@@ -75,7 +78,7 @@ def _launch(
 ) -> torch.Tensor:
     """`run` of rows of any leading shape."""
     rows = x.reshape(-1, x.shape[-1])
-    count = counted(plan, MOST_ROWS, weight.shape[0])
+    count = counted(plan, MOST_ROWS, weight.shape[0])  # those that split take no more rows
     counts = counters.zeros(count, x.device) if count else None
     y = run(rows, weight, plan, bias=bias, gated=gates, counts=counts)
     return y.view(*x.shape[:-1], -1)

@@ -6,13 +6,21 @@ Constants are from `benchmarks/skinny.py` on one H200 (docs/performance.md).
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from eyas.kernels.lang import runs_kernels
 from eyas.kernels.skinny_triton import ROWS, Plan
 
-MOST_ROWS = ROWS[-1]
+MOST_ROWS = 64
 """Passes of more rows go to the library."""
+MOST_GATED_ROWS = 128
+"""The same of large layers with gates, whose library product leaves the gates to another launch."""
+FULL_ROWS = 225, ROWS[-1]
+"""Between these rows the kernel is the quicker one again where its tiles fill the device well."""
+WELL = 0.8
+"""Of the places for programs in all turns, how many are to be taken for that."""
 LEAST_BYTES = 1 << 19
 """Weights smaller than this go to the library."""
 MOST_BYTES = 1 << 29
@@ -28,6 +36,23 @@ def plan_of(outputs: int, inputs: int, gated: bool = False) -> Plan | None:
     if inputs % 16 or not worth(outputs, inputs):
         return None
     return config(outputs, inputs, gated)
+
+
+def takes(num_rows: int, outputs: int, gated: bool) -> bool:
+    """Whether the kernel runs a pass of so many rows over a weight that has a plan."""
+    tiles, turns = outputs / 128, -(-outputs // (128 * FILLING))
+    if not gated or tiles < FILLING:
+        return num_rows <= MOST_ROWS
+    full = FULL_ROWS[0] <= num_rows <= FULL_ROWS[1] and tiles >= WELL * FILLING * turns
+    return num_rows <= MOST_GATED_ROWS or full
+
+
+def of_rows(plan: Plan, num_rows: int) -> Plan:
+    """`plan` for a pass of so many rows: what is fetched at once changes, and no sum's order."""
+    if num_rows <= MOST_ROWS:
+        return plan
+    stages = 3 if num_rows <= 128 else 4
+    return dataclasses.replace(plan, depth=64, warps=8, stages=stages, rows=ROWS[-1])
 
 
 def worth(outputs: int, inputs: int) -> bool:
@@ -51,6 +76,5 @@ def config(outputs: int, inputs: int, gated: bool = False) -> Plan:
 
 
 def serves(x: torch.Tensor) -> bool:
-    """Whether rows x [..., K] are for the kernel, if the weight has a plan."""
-    few = x.numel() <= MOST_ROWS * x.shape[-1]
-    return runs_kernels(x) and few and x.dtype in (torch.bfloat16, torch.float16)
+    """Whether the kernel takes rows like x [..., K], if the weight has a plan."""
+    return runs_kernels(x) and x.dtype in (torch.bfloat16, torch.float16)

@@ -21,8 +21,8 @@ import torch
 
 from eyas.kernels.lang import prefetch, tl, triton, turns
 
-ROWS = (16, 32, 64)
-"""Token rows of a program's product: the least that holds them all, else the most."""
+ROWS = (16, 32, 64, 128, 256)
+"""Token rows of a program's product: the least that holds them all, else the plan's most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class Plan:
     warps: int = 4
     stages: int = 4
     """Tiles on their way from memory, the one in use included."""
+    rows: int = 64
+    """Token rows of a program at most."""
     ahead: int = 0
     """Bytes of every weight row that a kernel launched early brings into the L2 cache first."""
 
@@ -235,7 +237,7 @@ def run(
     (num_rows, inner), size = x.shape, weight.shape[0] // (2 if gated else 1)
     assert x.stride(1) == 1 and weight.is_contiguous(), "numbers of a row lie side by side"
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
-    rows = next((n for n in ROWS if n >= num_rows), ROWS[-1])
+    rows = next(n for n in ROWS if n >= min(num_rows, plan.rows))
     grid = (-(-num_rows // rows), -(-weight.shape[0] // plan.outputs), plan.splits)
     needed = math.prod(grid) * plan.outputs * rows if plan.splits > 1 else 0
     parts = torch.empty(needed, dtype=torch.float32, device=x.device)
@@ -268,4 +270,4 @@ def run(
 
 def counted(plan: Plan, num_rows: int, outputs: int) -> int:
     """Counters that `run` needs for a weight of `outputs` rows, at most `num_rows` token rows."""
-    return -(-num_rows // ROWS[-1]) * -(-outputs // plan.outputs) if plan.splits > 1 else 0
+    return -(-num_rows // plan.rows) * -(-outputs // plan.outputs) if plan.splits > 1 else 0

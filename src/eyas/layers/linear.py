@@ -19,7 +19,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from eyas.distributed.group import SOLO, Group
@@ -27,6 +26,7 @@ from eyas.errors import ConfigError
 from eyas.kernels import planes, skinny
 from eyas.kernels.calls import in_calls
 from eyas.kernels.norm import Norm
+from eyas.kernels.rows import embedded
 
 
 class RowTile(NamedTuple):
@@ -292,10 +292,10 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of `tokens`, on every rank."""
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return embedded(tokens, self.weight)
         local = tokens - self.group.rank * self.weight.shape[0]
         mine = (local >= 0) & (local < self.weight.shape[0])
-        rows = F.embedding(torch.where(mine, local, 0), self.weight)
+        rows = embedded(torch.where(mine, local, 0), self.weight)
         return self.group.all_reduce(torch.where(mine[..., None], rows, 0))
 
     def place(self) -> Place:

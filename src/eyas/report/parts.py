@@ -23,7 +23,7 @@ from eyas.hardware import Curve, Family, Times
 from eyas.kernels.draw import draw
 from eyas.kernels.experts import experts
 from eyas.kernels.gated import gated
-from eyas.kernels.skinny_plan import MOST_ROWS, plan_of
+from eyas.kernels.skinny_plan import plan_of, takes
 from eyas.kv.pool import KVPool
 from eyas.layers.basic import RMSNorm
 from eyas.layers.linear import Linear, pad_rows, row_tile
@@ -185,7 +185,7 @@ def linear_us(machine: Machine, layer: Layer, rows: int) -> float:
     others = (weight.clone() for _ in range(machine.copies(weight.nbytes) - 1))
     layers = [_layer(one) for one in (weight, *others)]
     x = pad_rows(machine.normal(rows, inputs), row_tile(machine.device, machine.dtype))
-    joined = gated and machine.is_gpu and rows <= MOST_ROWS
+    joined = gated and machine.is_gpu and takes(rows, outputs, gated)
     gates = joined and plan_of(outputs, inputs, gated=True) is not None
     return machine.timer.us([partial(one.product, x, gates=gates) for one in layers])
 
