@@ -77,6 +77,8 @@ class Built:
     """One compiled kernel and what it takes."""
 
     plan: Plan
+    steps: str
+    """Triton's own, in order."""
     assembly: str
     registers: int
     spilled: int
@@ -115,6 +117,7 @@ def build(
     registers, spilled = usage(made.asm["cubin"])
     return Built(
         plan=plan,
+        steps=made.asm["ttgir"],
         assembly=made.asm["ptx"],
         registers=registers,
         spilled=spilled,
@@ -192,6 +195,9 @@ def test_kernel_suits_an_h200(name: str) -> None:
     waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", built.assembly)
     assert any(int(n) for n in waits), "every load of keys is waited for at once"
     assert "wgmma" in built.assembly, "no tensor core of this GPU's own"
+    last = built.steps.rindex("warp_group_dot %")  # of values
+    beside = built.steps[last : built.steps.index("warp_group_dot_wait", last)]
+    assert "async_copy" in beside or not built.plan.across, "keys are asked for after products"
     assert "griddepcontrol.wait" in built.assembly, "it does not take its turn"
     late = "griddepcontrol.launch_dependents" not in built.assembly
     assert late == (built.plan.parts > 1 and not built.plan.merge), "merges come late, others early"

@@ -98,7 +98,13 @@ SMALL = [
     Pass(case=Case(dtype=torch.float16, rope_dim=16), prefixes=[140], count=5),
     Pass(case=replace(LATENT, dtype=torch.float16), prefixes=[70], count=4, options=MANY),
     Pass(case=WIDE, prefixes=[0, 150], count=6, options=MANY),
-    Pass(case=replace(WIDE, window=64), prefixes=[140], count=25, options={"programs": 1}),
+    Pass(
+        case=replace(WIDE, window=64, page_size=48),
+        prefixes=[140],
+        count=25,
+        options={"programs": 1},
+    ),
+    Pass(case=replace(WIDE, group=20, page_size=64), prefixes=[140], options=MANY),
     Pass(case=WIDE, prefixes=[140, 3], count=8, tree=True, options=MANY),
     Pass(case=WIDE, prefixes=[140], count=8, tree=True, options=MANY | FAST),
 ]

@@ -21,13 +21,25 @@ ROWS_OF_WARPS = tl.constexpr(64)
 
 @triton.jit
 def flat_places(  # type: ignore[no-untyped-def]
-    table_ptr, order_ptr, kv, last, prefix, table_width, PAGE: tl.constexpr, RANKS: tl.constexpr
+    table_ptr, order_ptr, start, last, prefix, table_width,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, RANKS: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Flat positions int32[BLOCK] of the places `kv`; those past `last` are told as that one."""
-    kv = tl.minimum(kv, last)
+    """Flat positions int32[BLOCK] of the places from `start` on, a multiple of BLOCK.
+
+    Those past `last` are told as that one. Across, where heads are long, a thread has several
+    places of a run that lies in one page, and asks for it once.
+    """
+    kv = tl.minimum(start + tl.arange(0, BLOCK), last)
     place = kv.to(tl.uint32)  # of unsigned numbers a page's powers of two are shifts and masks
-    number = (place // PAGE).to(tl.int32)
-    page = tl.load(table_ptr + number, number < table_width, 0).to(tl.int32)
+    run: tl.constexpr = min(BLOCK, PAGE & -PAGE) if AXIS == 1 else 1
+    if run == 1:
+        number = (place // PAGE).to(tl.int32)
+        page = tl.load(table_ptr + number, number < table_width, 0).to(tl.int32)
+    else:
+        firsts = tl.minimum(start + tl.arange(0, BLOCK // run) * run, last)
+        number = (firsts.to(tl.uint32) // PAGE).to(tl.int32)
+        page = tl.load(table_ptr + number, number < table_width, 0).to(tl.int32)
+        page = tl.reshape(tl.broadcast_to(page[:, None], (BLOCK // run, run)), (BLOCK,))
     flat = page * PAGE + (place % PAGE).to(tl.int32)
     if RANKS:
         tail = tl.load(order_ptr + kv - prefix, kv >= prefix, 0).to(tl.int32)

@@ -47,7 +47,10 @@ from eyas.kernels.splits import (
     extent,
     fold,
     give,
+    is_last,
     last_of_tile,
+    part_of,
+    parted,
     put,
     share,
     slots_of,
@@ -92,6 +95,23 @@ def _to_keep(  # type: ignore[no-untyped-def]
         rows = tl.sum(tl.where(here, (place - tail_offset)[None, :], 0), 1)
         most = tl.where(own, tl.sum(seen.to(tl.int32), 0), 0)
     return rows, start + lane < most, most
+
+
+@triton.jit
+def _end_split(  # type: ignore[no-untyped-def]
+    sum_ptr, stat_ptr, start, slot0, fine, end, shift, top, mass, acc, total_top, total_mass, total,
+    places, used, columns, SIZE_V: tl.constexpr, R: tl.constexpr, FOLD: tl.constexpr,
+    AXIS: tl.constexpr,
+):  # fmt: skip
+    """Fold or put the sums of the split before `start`, for rows of which it is one; their tops."""
+    done, now = splits_end(start, end, shift), whole(mass, AXIS)
+    if FOLD:
+        total_top, total_mass, total = fold(total_top, total_mass, total, top, now, acc, done, AXIS)
+    else:
+        slot = start - 1 - slot0 >> fine
+        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
+    top = tl.where(done, FLOOR, top)  # so what sums hold will weigh nothing
+    return top, total_top, total_mass, total
 
 
 @triton.jit(do_not_specialize=PASS_VALUES)
@@ -176,20 +196,23 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     order_ptr += (row0 + first_row // GROUP) * 64
     for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
         kv, stop = start + tl.arange(0, BLOCK), start + BLOCK
-        if (start >> fine << fine == start) & (start > lo):  # sums of the block before stand here
-            done, now = splits_end(start, end, shift), whole(mass, AXIS)
-            slot = start - 1 - slot0 >> fine
-            if FOLD:
-                total_top, total_mass, total = fold(
-                    total_top, total_mass, total, top, now, acc, done, AXIS
-                )
-            else:
-                put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
-            top = tl.where(done, FLOOR, top)  # so what sums hold will weigh nothing
-        flat = flat_places(table_ptr, order_ptr, kv, hi - 1, prefix, table_width, PAGE, TREE == 2)
+        edge = (start >> fine << fine == start) & (start > lo)  # a split's sums stand
+        if edge & (AXIS == 0):
+            top, total_top, total_mass, total = _end_split(
+                sum_ptr, stat_ptr, start, slot0, fine, end, shift, top, mass, acc,
+                total_top, total_mass, total, places, used, columns, SIZE_V, R, FOLD, AXIS,
+            )  # fmt: skip
+        flat = flat_places(
+            table_ptr, order_ptr, start, hi - 1, prefix, table_width, BLOCK, PAGE, TREE == 2, AXIS
+        )
         ka, kb, v = block(k_ptr, v_ptr, flat, DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, LATENT)
         score = scores(ka, kb, qa, qb, SIZE_B, AXIS)
-        if (stop > plain) | (start < newest):
+        if (edge & (AXIS == 1)) | (stop > plain) | (start < newest):
+            if edge & (AXIS == 1):  # here, so that keys are asked for beside the product of values
+                top, total_top, total_mass, total = _end_split(
+                    sum_ptr, stat_ptr, start, slot0, fine, end, shift, top, mass, acc,
+                    total_top, total_mass, total, places, used, columns, SIZE_V, R, FOLD, AXIS,
+                )  # fmt: skip
             score = tl.where(seen(kv, low, end, bits, prefix, TREE == 1, AXIS), score, HIDDEN)
         top, mass, acc = absorb(score, v, factor, top, mass, acc, AXIS)
     finished, now, wide = True, whole(mass, AXIS), tl.num_programs(1) * GROUP * WIDE
@@ -199,19 +222,15 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     elif (not MERGE) | (expected > 1) | (hi - lo > 1 << fine):
         finished, slot = False, hi - 1 - slot0 >> fine
         put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
-        if MERGE:
-            tl.debug_barrier()  # all threads' sums stand before the count says so
-            count_ptr += group * tiles + tile
-            if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1:
-                tl.store(count_ptr, 0)
-                last_of_tile(
-                    out_ptr, sum_ptr, stat_ptr, bits_ptr + row0, first_row, last_row,
-                    first_tile * R, prefix, num_new, tail_offset, slot0, fine, columns, wide,
-                    GROUP, R, WIDE, SIZE_V, TREE, WINDOW, SPLITS, LEAST,
-                )  # fmt: skip
+        if is_last(count_ptr + group * tiles + tile, expected) if MERGE else False:
+            last_of_tile(
+                out_ptr, sum_ptr, stat_ptr, bits_ptr + row0, first_row, last_row,
+                first_tile * R, prefix, num_new, tail_offset, slot0, fine, columns, wide,
+                GROUP, R, WIDE, SIZE_V, TREE, WINDOW, SPLITS, LEAST,
+            )  # fmt: skip
     if finished:
-        place, dims = node * wide + rows % GROUP * WIDE, tl.arange(0, SIZE_V)
-        give(out_ptr, now, acc, place, used, dims, WIDE, R, AXIS)
+        place, dims = node * wide + rows % GROUP * WIDE, part_of(SIZE_V, R, high, AXIS)
+        give(out_ptr, now, parted(acc, R, AXIS), place, used, dims, WIDE, AXIS)
 
 
 def constants(

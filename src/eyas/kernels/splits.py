@@ -21,6 +21,10 @@ from eyas.kernels.lang import take_turn, tl, triton
 AHEAD = tl.constexpr(8)
 """Splits that are on their way while one is folded."""
 SPARE = tl.constexpr(SPARE_SLOTS)
+TOGETHER = tl.constexpr(16)
+"""Numbers side by side of which a row that is there several times keeps all or none."""
+PIECE = tl.constexpr(32)
+"""Sums of a row that are stored at once."""
 FLOOR = tl.constexpr(-1e20)
 """Statistic of a row that has seen nothing; hidden scores lie far below it."""
 
@@ -142,16 +146,39 @@ def fold(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _whose(used, dims, R: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which numbers of sums are stored: of rows that are there several times a part of each."""
-    copies: tl.constexpr = used.shape[0] // R
-    if copies > 1:
-        copy = tl.expand_dims(tl.arange(0, used.shape[0]) // R, AXIS)
-        part = tl.expand_dims(dims // (dims.shape[0] // copies), 1 - AXIS)
-        mine = tl.expand_dims(used, AXIS) & (copy == part)
-    else:
-        mine = tl.expand_dims(used, AXIS)
-    return mine
+def parted(  # type: ignore[no-untyped-def]
+    acc, R: tl.constexpr, AXIS: tl.constexpr, piece=0, PIECES: tl.constexpr = 1
+):  # fmt: skip
+    """A piece of sums [M, D]; of R rows that are there M / R times each keeps another part of it.
+
+    It is [M, D / PIECES / (M / R)]. Every thread chooses among numbers that it has.
+    """
+    copies: tl.constexpr = acc.shape[1 - AXIS] // R
+    of: tl.constexpr = copies * PIECES
+    if of > 1:
+        rows: tl.constexpr = acc.shape[0]
+        numbers: tl.constexpr = acc.shape[1] // of
+        bits = acc.to(tl.int32, bitcast=True)
+        bits = tl.reshape(bits, (rows, numbers // TOGETHER, of, TOGETHER))
+        which = tl.arange(0, rows) // R * PIECES + piece
+        mine = which[:, None, None, None] == tl.arange(0, of)[None, None, :, None]
+        bits = tl.sum(tl.where(mine, bits, 0), 2)  # of integers: one of them, as it was
+        acc = tl.reshape(bits, (rows, numbers)).to(tl.float32, bitcast=True)
+    return acc
+
+
+@triton.jit
+def part_of(  # type: ignore[no-untyped-def]
+    SIZE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, AXIS: tl.constexpr,
+    piece=0, PIECES: tl.constexpr = 1,
+):  # fmt: skip
+    """Which of SIZE numbers `parted` leaves of M rows: laid as they are, or along rows alone."""
+    of: tl.constexpr = M // R * PIECES
+    dims = tl.expand_dims(tl.arange(0, SIZE // of), 1 - AXIS)
+    if of > 1:
+        which = tl.expand_dims(tl.arange(0, M) // R * PIECES + piece, AXIS)
+        dims = (dims // TOGETHER * of + which) * TOGETHER + dims % TOGETHER
+    return dims
 
 
 @triton.jit
@@ -159,11 +186,15 @@ def put(  # type: ignore[no-untyped-def]
     sum_ptr, stat_ptr, top, mass, acc, slot, places, used, columns, SIZE: tl.constexpr,
     R: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Store the used columns of a slot."""
-    dims = tl.arange(0, SIZE)
-    place = tl.expand_dims((slot * SIZE + dims) * columns, 1 - AXIS) + tl.expand_dims(places, AXIS)
-    tl.store(sum_ptr + place, acc, _whose(used, dims, R, AXIS))
-    first = used & (tl.arange(0, used.shape[0]) < R)
+    """Store the used columns of a slot, in pieces: on their way they stand in shared memory."""
+    many: tl.constexpr = used.shape[0]
+    pieces: tl.constexpr = max(1, SIZE * R // many // PIECE) if AXIS == 1 else 1
+    for piece in tl.static_range(pieces):
+        dims = part_of(SIZE, R, many, AXIS, piece, pieces)
+        place = (slot * SIZE + dims) * columns + tl.expand_dims(places, AXIS)
+        part = parted(acc, R, AXIS, piece, pieces)
+        tl.store(sum_ptr + place, part, tl.expand_dims(used, AXIS))
+    first = used & (tl.arange(0, many) < R)
     tl.store(stat_ptr + slot * 2 * columns + places, top, first)
     tl.store(stat_ptr + (slot * 2 + 1) * columns + places, mass, first)
 
@@ -193,14 +224,23 @@ def merged(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def give(  # type: ignore[no-untyped-def]
-    out_ptr, mass, acc, place, used, dims, WIDE: tl.constexpr, R: tl.constexpr,
-    AXIS: tl.constexpr,
+    out_ptr, mass, acc, place, used, dims, WIDE: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
-    """Store numbers `dims` of rows' weighted means; their heads start at `place`."""
+    """Store numbers `dims`, as sums are laid, of rows' weighted means; heads start at `place`."""
     mass = tl.expand_dims(tl.where(used, mass, 1.0), AXIS)
     mean = (acc / mass).to(out_ptr.dtype.element_ty)
-    inside = _whose(used, dims, R, AXIS) & tl.expand_dims(dims < WIDE, 1 - AXIS)
-    tl.store(out_ptr + tl.expand_dims(place, AXIS) + tl.expand_dims(dims, 1 - AXIS), mean, inside)
+    inside = tl.expand_dims(used, AXIS) & (dims < WIDE)
+    tl.store(out_ptr + tl.expand_dims(place, AXIS) + dims, mean, inside)
+
+
+@triton.jit
+def is_last(count_ptr, expected):  # type: ignore[no-untyped-def]
+    """Whether this is the last of a tile's `expected` programs to have put its sums."""
+    tl.debug_barrier()  # all threads' sums stand before the count says so
+    last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
+    if last:
+        tl.store(count_ptr, 0)
+    return last
 
 
 @triton.jit
@@ -219,7 +259,7 @@ def last_of_tile(  # type: ignore[no-untyped-def]
     mass, acc = merged(
         sum_ptr, stat_ptr, start, fine, end, shift, rows - before, dims, columns, SIZE
     )
-    give(out_ptr, mass, acc, node * wide + rows % GROUP * WIDE, used, dims, WIDE, R, 0)
+    give(out_ptr, mass, acc, node * wide + rows % GROUP * WIDE, used, dims[:, None], WIDE, 0)
 
 
 @triton.jit(do_not_specialize=["num_new", "tail_offset", "first_request", "first_tile"])
@@ -253,4 +293,4 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     wide = heads * GROUP * WIDE
     place = node * wide + (head * GROUP + rows % GROUP) * WIDE
-    give(out_ptr + request * num_new * wide, mass, acc, place, used, dims, WIDE, R, 0)
+    give(out_ptr + request * num_new * wide, mass, acc, place, used, dims[:, None], WIDE, 0)
