@@ -217,18 +217,27 @@ def test_compiles_for_hopper(name: str) -> None:
 @pytest.mark.parametrize(("shape", "gates"), REAL)
 def test_plans_of_real_layers_compile(shape: tuple[int, int], gates: bool) -> None:
     """Fault: a plan that does not fit into a multiprocessor's shared memory."""
-    plan = planes.config(*shape, gates)
-    for rows in (module.ROWS[0], module.ROWS[-1]):
-        check(compile_plan(plan, rows, gates))
+    for rows in (module.ROWS[0], planes.ROOM_ROWS, module.ROWS[-1]):
+        check(compile_plan(planes.config(*shape, gates, rows), rows, gates))
 
 
 def test_plans_leave_no_program_without_inputs() -> None:
     """Fault: more splits than steps, whose programs would ask for memory behind the weight."""
-    for (outputs, inputs), gates in REAL:
-        plan = planes.config(outputs, inputs, gates)
+    for ((outputs, inputs), gates), rows in itertools.product(REAL, module.ROWS):
+        plan = planes.config(outputs, inputs, gates, rows)
         steps = -(-inputs // (plan.groups * plan.depth))
         assert (plan.splits - 1) * -(-steps // plan.splits) < steps, (outputs, inputs, plan)
         assert plan.groups in (1, plan.warps), "groups are all warps or none"
+
+
+def test_a_layer_has_one_number_of_counters() -> None:
+    """Fault: a plan for more rows that counts in other places than the one for few."""
+    for (outputs, inputs), gates in REAL:
+        found = {
+            module.counted(planes.config(outputs, inputs, gates, rows), outputs)
+            for rows in module.ROWS
+        }
+        assert len(found - {0}) <= 1, (outputs, inputs, found)
 
 
 def test_planes_compile_for_hopper() -> None:

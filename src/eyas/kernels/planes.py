@@ -28,6 +28,8 @@ SMALL = 8 << 20
 """Weights of less bytes are read by many programs of few outputs."""
 FILLING = 264
 """Programs that an H200 runs at once: two a multiprocessor."""
+ROOM_ROWS = 16
+"""Rows up to which there is room for two."""
 
 
 def int8_linear(
@@ -102,14 +104,20 @@ def int8_linear_reference(
     return gated_reference(y) if gates else y
 
 
-def config(outputs: int, inputs: int, gated: bool = False) -> Plan:
+def config(outputs: int, inputs: int, gated: bool = False, num_rows: int = 1) -> Plan:
     """How a weight [outputs, inputs] is cut, by `benchmarks/skinny.py --layers int8` on an H200.
 
     Tiles of a program hold 48 to 96 KB of weights on their way, so that two or more programs run on
-    a multiprocessor, and all of them at once.
+    a multiprocessor, and all of them at once. From `ROOM_ROWS` on the rows' planes take as much
+    again, so that there is room for one.
     """
     if outputs * inputs < SMALL:
         return Plan(outputs=32 if gated else 16, depth=128, groups=4, stages=4)
+    if num_rows > ROOM_ROWS:
+        if outputs > 64 * FILLING:
+            return Plan(outputs=128, depth=128, warps=8, stages=4)
+        splits = 2 if not gated and outputs <= 64 * (FILLING // 4) and inputs >= 2048 else 1
+        return Plan(outputs=64, depth=128 * splits, splits=splits, stages=8 // splits)
     if outputs > 64 * FILLING:
         return Plan(outputs=64, depth=256, stages=3 if gated else 4)
     if gated:
@@ -129,7 +137,7 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `int8_norm_linear`; without a norm x is as it was."""
     planes, units, total = planes_triton(x.reshape(-1, x.shape[-1]), norm)
-    plan = config(weight.shape[0], weight.shape[1], gates)
+    plan = config(weight.shape[0], weight.shape[1], gates, planes.shape[0] // 2)
     count = counted(plan, weight.shape[0])
     counts = counters.zeros(count, x.device) if count else None
     y = run(planes, units, weight, scales, plan, x.dtype, bias=bias, gated=gates, counts=counts)
