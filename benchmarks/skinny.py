@@ -1,8 +1,9 @@
 """Times linear layers of few rows on a GPU: cuBLAS against the kernels of `eyas.kernels`.
 
 Every layer runs in a CUDA graph over as many copies of its weight as the L2 cache cannot hold. A
-weight's plans are compared at four rows; the best one is then timed at 1 to 128 rows, and with
-parts of its weight asked ahead of its turn. Each plan is checked first: against float32, each row
+weight's plans are compared at four rows; the best one is then timed at 1 to 256 rows, and with
+parts of its weight asked ahead of its turn. "engine" is what an engine does with so many rows: its
+plan for them, or the library. Each plan is checked first: against float32, each row
 alone against the row among others, and one run against the next. A figure is the median of repeats.
 
 Weights of 8 bits are compared with the rows' planes at hand (`eyas.kernels.planes`); "both" has the
@@ -38,10 +39,10 @@ from eyas.kernels import lang, planes
 from eyas.kernels.gated import gated
 from eyas.kernels.planes_triton import planes_triton
 from eyas.kernels.planes_triton import run as run_8_bit
-from eyas.kernels.skinny_plan import config
+from eyas.kernels.skinny_plan import config, of_rows, plan_of, takes
 from eyas.kernels.skinny_triton import Plan, run
 
-ROWS = (1, 4, 16, 32, 64, 128)
+ROWS = (1, 4, 16, 32, 64, 96, 128, 192, 256)
 SEARCHED = 4
 """Rows at which plans are compared."""
 SPREAD = 200 << 20
@@ -50,7 +51,7 @@ WORKERS = 12
 """Processes that compile ahead; Triton's cache on disk hands their work over."""
 DTYPE = torch.bfloat16
 DEVICE = "cuda"
-SCREEN = Console(width=190, highlight=False, markup=False, soft_wrap=True)
+SCREEN = Console(width=240, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,17 @@ def _fits(plan: Plan, layer: Layer) -> bool:
     """Whether no program of a tile is left without inputs."""
     steps = -(-layer.inputs // (plan.groups * plan.depth))
     return (plan.splits - 1) * -(-steps // plan.splits) < steps
+
+
+def chosen(layer: Layer, rows: int) -> Plan | None:
+    """The engine's plan for so many rows; None: the library multiplies."""
+    gates = "gated" in layer.way
+    if "int8" in layer.way:
+        return planes.config(layer.outputs, layer.inputs, gates, rows)
+    plan = plan_of(layer.outputs, layer.inputs, gates)
+    if plan is None or not takes(rows, layer.outputs, gates):
+        return None
+    return of_rows(plan, rows)
 
 
 def asking(plan: Plan) -> list[Plan]:
@@ -296,6 +308,11 @@ def measure(layer: Layer) -> Iterator[dict[str, Any]]:
     best = min(found, key=lambda one: one[0])[1]
     for rows in ROWS:
         yield row("best", best, rows, microseconds(partial(case.own, best, rows), copies))
+        if "int8" in layer.way and rows > planes.MOST_ROWS_8_BIT:
+            continue  # those passes take 16 bits
+        cut = chosen(layer, rows)
+        launch = partial(case.library, rows) if cut is None else partial(case.own, cut, rows)
+        yield row("engine", cut, rows, microseconds(launch, copies))
     if "int8" in layer.way:
         yield from in_8_bits(case, best, row, copies)
         return
@@ -364,7 +381,7 @@ def show(figure: dict[str, Any]) -> None:
 
 
 def summary(figures: list[dict[str, Any]]) -> None:
-    """Library and best plan at 1 to 128 rows, with its best `ahead` at four; a line a layer."""
+    """Library and best plan at all rows, with its best `ahead` at four; a line a layer."""
     cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for figure in figures:
         if "us" in figure:
@@ -377,7 +394,7 @@ def summary(figures: list[dict[str, Any]]) -> None:
         linked = min((one["us"] for one in kinds.get("ahead", [])), default=float("nan"))
         own += "".join(f" ({one['us']:.2f} with planes)" for one in kinds.get("both", [])[1:2])
         best = short(Plan(**kinds["best"][0]["plan"])) if "best" in kinds else "none"
-        SCREEN.print(f"{name:42s} {library:47s} | {own:47s} | {linked:7.2f}  {best}")
+        SCREEN.print(f"{name:42s} {library:72s} | {own:72s} | {linked:7.2f}  {best}")
 
 
 def main() -> None:
@@ -403,7 +420,7 @@ def main() -> None:
             for figure in measure(layer):
                 figures.append(figure)
                 show(figure)
-    SCREEN.print("\nus: library | own at 1, 4, 16, 32, 64, 128 rows | asking ahead at 4")
+    SCREEN.print(f"\nus: library | own at {', '.join(map(str, ROWS))} rows | asking ahead at 4")
     summary(figures)
     if args.json:
         record = {"rows": figures, "flags": vars(args), "provenance": fingerprint()}

@@ -108,7 +108,7 @@ def config(outputs: int, inputs: int, gated: bool = False, num_rows: int = 1) ->
     """How a weight [outputs, inputs] is cut, by `benchmarks/skinny.py --layers int8` on an H200.
 
     Tiles of a program hold 48 to 96 KB of weights on their way, so that two or more programs run on
-    a multiprocessor, and all of them at once. From `ROOM_ROWS` on the rows' planes take as much
+    a multiprocessor, and all of them at once. Planes of more than `ROOM_ROWS` rows take as much
     again, so that there is room for one.
     """
     if outputs * inputs < SMALL:
