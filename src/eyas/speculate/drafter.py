@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 
 from eyas.batch import ForwardMode
+from eyas.kernels.ngram import ngram_chain
 from eyas.sampling import SamplingRows
-from eyas.speculate.tree import Draft, chain_draft
+from eyas.speculate.tree import Draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +94,7 @@ class NoDrafter:
 class NGramDrafter:
     """Copies what followed the latest earlier occurrence of the current suffix.
 
-    The longest matching suffix up to `max_match` tokens wins, then the latest place; a run that
-    reaches the end of the text repeats from its start. Prompt-lookup decoding, on the device.
+    Suffixes of up to `max_match` tokens are looked up; see `eyas.kernels.ngram`.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -107,21 +107,16 @@ class NGramDrafter:
     def propose(self, context: DraftContext) -> Draft:
         """A chain looked up in each request's own text."""
         width = min(context.max_kv_len + 1, context.history.shape[1])
-        text = context.history[context.slots, :width]
-        last = context.kv_lens[:, None]
-        ends = torch.arange(width, device=text.device)
-        matched = torch.zeros_like(text)
-        running = ends < last
-        for back in range(self.max_match):
-            suffix = text.gather(1, (last - back).clamp(min=0))
-            shifted = text.roll(back, dims=1)
-            running = running & (shifted == suffix) & (ends >= back)
-            matched = matched + running
-        best = (matched * width + ends * (matched > 0)).argmax(1, keepdim=True)
-        period = (last - best).clamp(min=1)
-        steps = torch.arange(self.num_drafts, device=text.device)
-        drafts = text.gather(1, (best + 1 + steps % period).clamp(max=width - 1))
-        return chain_draft(context.roots, context.kv_lens, drafts)
+        tokens, positions = ngram_chain(
+            context.history,
+            context.slots,
+            context.roots,
+            context.kv_lens,
+            width,
+            self.num_drafts + 1,
+            self.max_match,
+        )
+        return Draft(tokens=tokens, positions=positions, depth=self.num_drafts)
 
     def update(self, context: DraftContext, committed: Committed, mode: ForwardMode) -> None:
         """The history is all it needs."""
