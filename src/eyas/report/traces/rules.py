@@ -78,8 +78,7 @@ RULES = (
         r"plan_tiles|alloc_(extend|decode)",
         METADATA,
         "FlashAttention hopper/flash_prepare_scheduler.cu, SGLang srt/speculative and "
-        "srt/mem_cache, vLLM v1/worker/gpu, eyas kernels/begin.py, grow.py, "
-        "tree.py, rows.py and ngram.py",
+        "srt/mem_cache, vLLM v1/worker/gpu, eyas kernels/begin, grow, tree, rows, ngram.py",
     ),
     Rule(
         r"sampl|argmax|gumbel|rejection|verifytree|verify_tree|tree_speculative|top_?[kp]_|topk|"
