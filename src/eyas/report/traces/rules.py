@@ -74,8 +74,8 @@ RULES = (
         r"slot_mapping|req_to_token|cache_locs?|_position|pos_seq_lens|prepare_\w*inputs|"
         r"idx_mapping|update_draft_inputs|post_update|apply_write|gather_rows|seq_?lens|"
         r"assign_\w*(pool|locs)|build_tree|_chain_begin|_tree_(begin|plant|level)|_slot_rows|"
-        r"_suffix_search|_ngram_chain|_attention_order|combine_sampled|num_blocks_kernel|_plan_kernel|"
-        r"plan_tiles|alloc_(extend|decode)",
+        r"_attention_order|combine_sampled|num_blocks_kernel|_plan_kernel|"
+        r"plan_tiles|alloc_(extend|decode)|_suffix_search|_ngram_chain",
         METADATA,
         "FlashAttention hopper/flash_prepare_scheduler.cu, SGLang srt/speculative and "
         "srt/mem_cache, vLLM v1/worker/gpu, eyas kernels/begin, grow, tree, rows, ngram.py",
