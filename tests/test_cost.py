@@ -238,8 +238,17 @@ def test_a_rounded_drafter_extends_with_whole_weights() -> None:
     drafting = [total(draft_pass(drafter, s, 1), "weights") for s in (whole, rounded)]
     assert drafting[0] == 2 * drafting[1]
     extending = [total(extend_pass(drafter, s, 4), "weights") for s in (whole, rounded)]
-    head = drafter.draft_vocab_size * drafter.hidden_size
-    assert extending[0] - extending[1] == head
+    behind = 3 * drafter.hidden_size * drafter.intermediate_size  # what its last rows run through
+    assert extending[0] - extending[1] == behind + drafter.draft_vocab_size * drafter.hidden_size
+
+
+def test_only_last_rows_run_through_a_drafters_mlp() -> None:
+    """Fault: all committed rows priced through it; a later layer, which reads all, given few."""
+    drafter = dummy_drafter_config(shape("llama-3.1-8b"))
+    for layers, rows in ((1, 8), (2, 32)):
+        ops = extend_pass(dataclasses.replace(drafter, num_layers=layers), Setting(batch=8), 4)
+        found = {op.name: op.rows for op in ops if op.name in ("qkv", "o", "MLP: gate and up")}
+        assert found == {"qkv": 32, "o": 32, "MLP: gate and up": rows}
 
 
 def test_a_cycle_is_its_passes() -> None:

@@ -18,7 +18,6 @@ from eyas.model_config import DrafterConfig, MLAConfig, ModelConfig, MoEConfig
 from eyas.operations import (
     ACTIVATION,
     ATTENTION,
-    BEHIND_MLP,
     CYCLE_BOOKS,
     LEVEL_BOOKS,
     METADATA,
@@ -115,25 +114,25 @@ def target_pass(
     `aux_layers` states of every row are kept for the drafter.
     """
     rows, hidden = setting.batch * nodes, config.hidden_size
-    ops = [_embedding(rows, hidden)]
-    if setting.ranks > 1:
-        ops.append(collective("all-reduce of embeddings", rows * hidden * ACTIVATION))
+    ops = _embedding(rows, hidden, setting.ranks)
     for layer, count in _kinds(config):
-        layer_once = layer_ops(config, layer, setting, nodes)
+        mixing = mixing_ops(config, layer, setting, nodes)
+        layer_once = [*mixing, *mlp_ops(config, layer, setting, nodes)]
         ops += [dataclasses.replace(op, times=op.times * count) for op in layer_once]
     ops.append(norm("final norm", rows, hidden))
     if aux_layers:
         ops.append(small("capture of hidden states", rows, 2 * hidden, times=aux_layers))
-    bits = setting.precision.weight_bits
-    ops += logits(rows, hidden, config.vocab_size, setting.ranks, bits)
+    ops += logits(rows, hidden, config.vocab_size, setting.ranks, setting.precision.weight_bits)
     if setting.ranks > 1:
         ops.append(collective("share of draws", rows * 8))
     return merged(ops)
 
 
-def _embedding(rows: int, hidden: int) -> Op:
-    """Rows of tokens; those of positions in the rotary table are as quick."""
-    return dataclasses.replace(small("embedding", rows, hidden), launches=2)
+def _embedding(rows: int, hidden: int, ranks: int) -> list[Op]:
+    """Rows of tokens, of which ranks have shares; those of the rotary table are as quick."""
+    found = dataclasses.replace(small("embedding", rows, hidden), launches=2)
+    summed = collective("all-reduce of embeddings", rows * hidden * ACTIVATION)
+    return [found, summed] if ranks > 1 else [found]
 
 
 def _kinds(config: ModelConfig) -> list[tuple[int, int]]:
@@ -145,10 +144,10 @@ def _kinds(config: ModelConfig) -> list[tuple[int, int]]:
     return [(layers[0], len(layers)) for layers in counts.values()]
 
 
-def layer_ops(
+def mixing_ops(
     config: ModelConfig, layer: int, setting: Setting, nodes: int, width: int = 0
 ) -> list[Op]:
-    """One decoder layer, whose attention reads `width` numbers a row; 0: the hidden size."""
+    """A decoder layer's attention, which reads `width` numbers a row; 0: the hidden size."""
     rows, hidden = setting.batch * nodes, config.hidden_size
     window = config.windows[layer] if config.windows else 0
     shape = AttentionLayer(
@@ -163,23 +162,28 @@ def layer_ops(
         bits=setting.precision.weight_bits,
     )
     attention = attention_ops(shape, setting, nodes)
-    ops = [norm("norm", rows, width or hidden), *attention]
-    parallel = setting.ranks > 1
-    if parallel and setting.data_parallel_attention:
-        ops.append(collective("gather behind attention", rows * hidden * ACTIVATION, Work.GATHER))
-    elif parallel:
-        ops.append(collective("all-reduce behind attention", rows * hidden * ACTIVATION))
+    exchanged = _exchanged("gather", "attention", setting, rows * hidden)
+    return [norm("norm", rows, width or hidden), *attention, *exchanged]
+
+
+def mlp_ops(config: ModelConfig, layer: int, setting: Setting, nodes: int) -> list[Op]:
+    """A decoder layer's MLP or experts."""
+    rows, hidden, bits = setting.batch * nodes, config.hidden_size, setting.precision.weight_bits
     if config.moe is not None and config.is_sparse(layer):
-        ops += [norm("norm", rows, hidden), *moe_ops(config.moe, hidden, setting, nodes)]
+        dense = moe_ops(config.moe, hidden, setting, nodes)
     else:
-        bits = setting.precision.weight_bits
         dense = mlp("MLP", hidden, config.intermediate_size, rows, setting.ranks, bits)
-        ops += [norm("norm", rows, hidden), *dense]
-    if parallel and setting.data_parallel_attention:
-        ops.append(collective("scatter behind MLP", rows * hidden * ACTIVATION, Work.GATHER))
-    elif parallel:
-        ops.append(collective(BEHIND_MLP, rows * hidden * ACTIVATION))
-    return ops
+    ops = [norm("norm", rows, hidden), *dense]
+    return [*ops, *_exchanged("scatter", "MLP", setting, rows * hidden)]
+
+
+def _exchanged(apart: str, part: str, setting: Setting, numbers: int) -> list[Op]:
+    """What ranks exchange behind a part of a layer: sums, or where rows are a rank's own, those."""
+    if setting.ranks == 1:
+        return []
+    if setting.data_parallel_attention:
+        return [collective(f"{apart} behind {part}", numbers * ACTIVATION, Work.GATHER)]
+    return [collective(f"all-reduce behind {part}", numbers * ACTIVATION)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +354,8 @@ def extend_pass(config: DrafterConfig | ModelConfig, setting: Setting, rows_each
         ops.append(
             linear("fusion of states", width, config.hidden_size, rows, precision.extend_bits)
         )
-    ops += _draft_layers(config, dataclasses.replace(setting, precision=whole), rows_each)
+    every, last = dataclasses.replace(setting, precision=whole), config.num_layers == 1
+    ops += _draft_layers(config, every, rows_each, setting if last else None)
     return merged(_in_planes([*ops, *_draft_logits(config, setting, 1)]))
 
 
@@ -374,16 +379,18 @@ def _drafting(setting: Setting) -> Setting:
     return dataclasses.replace(own, precision=precision)
 
 
-def _draft_layers(config: DrafterConfig, setting: Setting, rows_each: int) -> list[Op]:
-    """Embedding and layers; a borrowed embedding lies in shares on the ranks."""
+def _draft_layers(
+    config: DrafterConfig, setting: Setting, rows_each: int, last: Setting | None = None
+) -> list[Op]:
+    """Embedding, perhaps in shares, and layers; with `last` MLPs of last rows alone, set so."""
     rows, hidden, layers = setting.batch * rows_each, config.hidden_size, config.layers()
-    ops = [_embedding(rows, hidden)]
-    if setting.ranks > 1 and not config.own_embedding:
-        ops.append(collective("all-reduce of embeddings", rows * hidden * ACTIVATION))
+    ops = _embedding(rows, hidden, 1 if config.own_embedding else setting.ranks)
+    kept = 1 if last else rows_each
     for layer in range(config.num_layers):
         width = hidden if layer else 2 * hidden
-        ops += layer_ops(layers, layer, _drafting(setting), rows_each, width)
-    return [*ops, norm("final norm", rows, hidden)]
+        ops += mixing_ops(layers, layer, _drafting(setting), rows_each, width)
+        ops += mlp_ops(layers, layer, _drafting(last or setting), kept)
+    return [*ops, norm("final norm", setting.batch * kept, hidden)]
 
 
 def _draft_logits(config: DrafterConfig, setting: Setting, rows_each: int) -> list[Op]:
@@ -409,8 +416,7 @@ def _books(name: str, launches: int, times: int = 1) -> Op:
 
 def plain_step(config: ModelConfig, setting: Setting) -> list[Op]:
     """A step of plain decoding."""
-    fixed = _books(STEP_BOOKS, STEP_LAUNCHES)
-    return [*target_pass(config, setting), fixed]
+    return [*target_pass(config, setting), _books(STEP_BOOKS, STEP_LAUNCHES)]
 
 
 def cycle_ops(

@@ -39,7 +39,9 @@ from tests.processes import environment
 UNWRITTEN = {"empty", "empty_like", "new_empty", "empty_strided", "detach"}
 """Operators that compute nothing, besides views."""
 PASSES = ((Decoder, "forward"), (Decoder, "logits"), (Embedding, "forward"))
-DRAFT_PASSES = ((Eagle3, "forward"), (Eagle3, "fuse"), (Eagle3, "score"))
+DRAFT_PASSES = tuple(
+    (Eagle3, name) for name in ("forward", "fuse", "score", "_attended", "_mlp", "_finish")
+)
 SHAPES = {
     "plain": SpeculationConfig(algorithm="NONE"),
     "n-gram": SpeculationConfig.chain(3, "NGRAM"),

@@ -107,6 +107,35 @@ def test_dimensions_and_switches_are_honoured(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm_before_residual": True, "norm_output": True},
+        {"last_norm": False, "o_bias": True},
+        {"mla": MLA},
+        {"num_layers": 3},
+    ],
+    ids=str,
+)
+@torch.inference_mode()
+def test_last_rows_alone_are_those_of_all(changes: dict[str, Any]) -> None:
+    """Fault: another request's row, a residual before its norm, rows that are not padded alike."""
+    network = tiny_drafter(**changes)
+    tokens, aux, embedding = inputs(network, 24)
+    table = embedding if network.embed is None else network.embed.weight
+    given = (table[torch.tensor(tokens[1:])], network.fuse(aux), torch.arange(24))
+    shape, counts = network.config.attention_shape(), torch.tensor([3, 8, 1])
+    every = network(*given, causal_attend(shape))
+    found = network.last(*given, causal_attend(shape), counts, network)
+    for some, whole in zip(found, every, strict=True):
+        assert torch.equal(some, whole[[2, 15, 16]])
+    other = tiny_drafter(**changes)
+    other.mlp.down.weight.detach().mul_(2)
+    changed, _ = network.last(*given, causal_attend(shape), counts, other)
+    assert torch.equal(changed, found[0]) == (network.config.num_layers > 1)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"norm_before_fc": True}, "fc_norm with norm_before_fc"),

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from eyas.attention import Attend
+from eyas.attention.rope import Rope
 from eyas.config import SPARE_POSITIONS
 from eyas.distributed.group import SOLO
 from eyas.kernels.norm import rms_norm_pair
 from eyas.kernels.norm_parts import norm_parts
+from eyas.kernels.rows import take_rows
 from eyas.kernels.terms import Delta, summed
 from eyas.layers.basic import GatedMLP, RMSNorm
 from eyas.layers.linear import (
@@ -99,26 +101,62 @@ class Eagle3(nn.Module):
         Any leading shape will do where `attend` takes it; rows are padded along the first.
         """
         rows = embeds.shape[0]
-        embeds, hidden = pad_rows(embeds, self.row_tile), pad_rows(hidden, self.row_tile)
-        rope = self.rotary(pad_rows(positions, self.row_tile))
-        weights = (self.input_norm.weight, self.hidden_norm.weight)
-        both = rms_norm_pair(embeds, hidden, *weights, self.config.rms_norm_eps)
-        normed = both[..., embeds.shape[-1] :]
-        x = normed if self.config.norm_before_residual else hidden
-        attended = self.attention(both, rope, attend)
-        delta: Delta
-        delta, x = self.mlp.normed(x, self.post_norm.of(attended))
+        attended, stream, rope = self._attended(embeds, hidden, positions, attend)
+        delta, x = self._mlp(attended, stream)
         for block in self._later():
             _, x, delta = block(x, delta, rope, attend)
         normed, x = self._finish(x, delta)
-        return normed[:rows], (normed if self.config.norm_output else x)[:rows]
+        return normed[:rows], x[:rows]
+
+    def last(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        counts: torch.Tensor,
+        few: Eagle3,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `counts[b] - 1` of `forward` for requests of as many rows each; [B, E] both.
+
+        Of one layer only these go through the MLP, that of `few`, this network or its `rounded`:
+        of the others nothing but keys and values is read later. `counts` is int64[B].
+        """
+        step = embeds.shape[0] // counts.shape[0]
+        if len(self.later):
+            states = self(embeds, hidden, positions, attend)
+            normed, fed_back = take_rows(counts, *states, step=step, offset=-1)
+            return normed, fed_back
+        attended, stream, _ = self._attended(embeds, hidden, positions, attend)
+        attended, stream = take_rows(counts, attended, stream, step=step, offset=-1)
+        delta, x = few._mlp(attended, stream)
+        normed, x = few._finish(x, delta)
+        return normed[: counts.shape[0]], x[: counts.shape[0]]
+
+    def _attended(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor, Rope]:
+        """What the first layer's attention gives [T', E], rows that end with its residual; rope."""
+        rope = self.rotary(pad_rows(positions, self.row_tile))
+        embeds, hidden = pad_rows(embeds, self.row_tile), pad_rows(hidden, self.row_tile)
+        weights = (self.input_norm.weight, self.hidden_norm.weight)
+        both = rms_norm_pair(embeds, hidden, *weights, self.config.rms_norm_eps)
+        attended = self.attention(both, rope, attend)
+        return attended, both if self.config.norm_before_residual else hidden, rope
+
+    def _mlp(self, attended: torch.Tensor, stream: torch.Tensor) -> tuple[Delta, torch.Tensor]:
+        """What the first layer's MLP adds to a residual stream, and that stream."""
+        attended, stream = pad_rows(attended, self.row_tile), pad_rows(stream, self.row_tile)
+        residual = stream[..., -self.config.hidden_size :]
+        return self.mlp.normed(residual, self.post_norm.of(attended))
 
     def _finish(self, x: torch.Tensor, delta: Delta) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the head reads, and the residual stream behind the last layer."""
+        """What the head reads, and what is fed back, behind the last layer."""
         if self.norm is not None:
-            return self.norm.add(x, delta)
-        x = x + summed(delta)
-        return x, x
+            normed, x = self.norm.add(x, delta)
+        else:
+            normed = x = x + summed(delta)
+        return normed, normed if self.config.norm_output else x
 
     def score(self, normed: torch.Tensor, borrowed: Head | None = None) -> torch.Tensor:
         """Draft logits [T, Vd] of `forward`'s normed output [T, E].

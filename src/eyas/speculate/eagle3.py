@@ -13,7 +13,6 @@ from eyas.attention import PagedAttention
 from eyas.batch import ForwardBatch, ForwardMode
 from eyas.config import SpeculationConfig
 from eyas.kernels.planes import MOST_ROWS_8_BIT
-from eyas.kernels.rows import take_rows
 from eyas.kv.pool import KVPool
 from eyas.models.decoder import Decoder
 from eyas.models.eagle3 import Eagle3
@@ -78,11 +77,13 @@ class Eagle3Drafter:
             max_kv_len=context.max_kv_len,
         )
         aux = committed.aux.flatten(0, 1)
-        network = self._drafting(aux.shape[0])
+        network, few = self._drafting(aux.shape[0]), self._drafting(committed.counts.shape[0])
         fused = network.fuse(aux if network.config.fused else self.target.norm(aux))
-        states = self._forward(network, batch, fused)
-        normed, fed_back = take_rows(committed.counts, *states, step=count, offset=-1)
-        logits = self._drafting(normed.shape[0]).score(normed, self.target.logits)
+        embeds, attend = self.embedding(batch.tokens), self.attention.begin(batch)
+        normed, fed_back = network.last(
+            embeds, fused, batch.positions, attend, committed.counts, few
+        )
+        logits = few.score(normed, self.target.logits)
         self.growth.start(context, committed.kv_lens, logits, fed_back)
 
     def _draft(
@@ -90,17 +91,11 @@ class Eagle3Drafter:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DraftPass`."""
         network = self._drafting(batch.tokens.shape[0])
-        normed, fed_back = self._forward(network, batch, fed_back)
+        embeds, attend = self.embedding(batch.tokens), self.attention.begin(batch)
+        normed, fed_back = network(embeds, fed_back, batch.positions, attend)
         return network.score(normed, self.target.logits), fed_back
 
     def _drafting(self, rows: int) -> Eagle3:
         """The network that drafts `rows` rows faster."""
         few = is_few(rows, self.pool.k.device.type)
         return self.quick if self.quick is not None and few else self.network
-
-    def _forward(
-        self, network: Eagle3, batch: ForwardBatch, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Eagle3.forward`."""
-        embeds = self.embedding(batch.tokens)
-        return network(embeds, hidden, batch.positions, self.attention.begin(batch))
