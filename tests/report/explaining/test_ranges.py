@@ -66,6 +66,9 @@ def test_a_watched_run_writes_the_same_and_leaves_nothing(shape: str) -> None:
     with logged(engine, Log()):
         assert outputs(run_all(engine, JOBS)) == expected
         assert attributes(engine) != before
+        if shape == "chain":
+            network: Any = engine.runner.parts.drafter
+            assert {"forward", "last", "fuse", "score"} <= vars(network.network).keys()
     assert attributes(engine) == before
     assert isinstance(engine.runner.spans, NoSpans)
     assert outputs(run_all(engine, JOBS)) == expected

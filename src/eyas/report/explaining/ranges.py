@@ -146,7 +146,7 @@ def _decoder(wrapping: _Wrapping, network: Decoder) -> None:
 
 
 def _eagle3(wrapping: _Wrapping, network: Eagle3) -> None:
-    for name, part in (("forward", NORM), ("fuse", NORM), ("score", LM_HEAD)):
+    for name, part in (("forward", NORM), ("last", NORM), ("fuse", NORM), ("score", LM_HEAD)):
         wrapping.range(network, name, part, outer=True)
     _layers(wrapping, network, network.head)
 
