@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +40,9 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    """No cached memory of other tests; the matrix library's workspace is there already."""
+    """No memory of other tests; the matrix library's workspace is there already, one of it."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     x = torch.ones(64, 64, device=DEVICE, dtype=torch.bfloat16)
     (x @ x).sum()

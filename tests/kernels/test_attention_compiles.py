@@ -22,6 +22,7 @@ from eyas.kernels import paged_attention as module
 from eyas.kernels.attention_plan import (
     CAUSAL,
     MASKED,
+    MERGED_ABREAST,
     RANKS,
     SHORT,
     Plan,
@@ -30,6 +31,7 @@ from eyas.kernels.attention_plan import (
     most_splits,
 )
 from eyas.kernels.kv_write import Layout
+from eyas.kernels.splits import attention_merge_kernel
 from eyas.model_config import AttentionShape
 from tests.kernels.running import HOPPER
 
@@ -147,14 +149,32 @@ def arguments(names: list[str], constants: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def instructions(cubin: bytes, start: str) -> int:
-    """How many instructions of the machine begin so."""
+def machine_code(cubin: bytes) -> list[tuple[int, str]]:
+    """Instructions with their addresses."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = (triton.knobs.nvidia.cuobjdump.path, "-sass", file.name)
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return len(re.findall(rf"\*/\s+{start}", said))
+    found = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?);", said)
+    return [(int(one[1], 16), one[2]) for one in found]
+
+
+def instructions(cubin: bytes, start: str) -> int:
+    """How many instructions of the machine begin so."""
+    return sum(re.match(start, step) is not None for _, step in machine_code(cubin))
+
+
+def loops_of(cubin: bytes) -> list[list[str]]:
+    """Instructions from every place that is jumped back to, up to the jump."""
+    code = machine_code(cubin)
+    places = {address: i for i, (address, _) in enumerate(code)}
+    loops = []
+    for i, (address, step) in enumerate(code):
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", step)
+        if jump and int(jump[1], 16) < address:
+            loops.append([step for _, step in code[places[int(jump[1], 16)] : i + 1]])
+    return loops
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
@@ -199,8 +219,9 @@ def test_kernel_suits_an_h200(name: str) -> None:
     beside = built.steps[last : built.steps.index("warp_group_dot_wait", last)]
     assert "async_copy" in beside or not built.plan.across, "keys are asked for after products"
     assert "griddepcontrol.wait" in built.assembly, "it does not take its turn"
-    late = "griddepcontrol.launch_dependents" not in built.assembly
-    assert late == (built.plan.parts > 1 and not built.plan.merge), "merges come late, others early"
+    early = "griddepcontrol.launch_dependents" in built.assembly
+    last = built.plan.parts > 1 and not (built.plan.merge or built.plan.late)
+    assert early == (not last), "what comes next waits for the wrong thing"
 
 
 @pytest.mark.parametrize(
@@ -214,6 +235,29 @@ def test_two_programs_of_a_tree_share_a_multiprocessor(name: str, num_new: int) 
     assert 2 * (built.shared + 2**10) <= SHARED_BYTES + 2**10, f"{built.shared} bytes shared"
     threads = 32 * built.plan.num_warps
     assert 2 * threads * built.registers <= 2**16, f"{built.registers} registers"
+
+
+@pytest.mark.parametrize(("name", "num_new"), [("DeepSeek-V2-Lite", 1), ("DeepSeek-V2-Lite", 4)])
+def test_a_merge_asks_for_many_splits_at_once(name: str, num_new: int) -> None:
+    """Fault: the assembler moves each load to where it serves, so that each is waited for."""
+    model = MODELS[name]
+    plan = build(model, 1, num_new).plan
+    assert plan.abreast
+    layout = Layout(shape=model.shape, page_size=16)
+    given = module.constants(layout, plan, model.heads // model.kv_heads, 64, 0)
+    names = attention_merge_kernel.arg_names
+    chosen = {"CHUNK": MERGED_ABREAST // plan.tile, "COLUMNS": plan.columns, "EARLY": True}
+    constants = {name: value for name, value in given.items() if name in names} | chosen
+    source = ASTSource(fn=attention_merge_kernel, **arguments(names, constants))
+    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
+    made = triton.compile(source, target=HOPPER, options=options)
+    assert not usage(made.asm["cubin"])[1], "it spills"
+    loops = [steps for steps in loops_of(made.asm["cubin"]) if any("LDG" in s for s in steps)]
+    assert len(loops) == 2, "whole groups of splits, and the rest"
+    for steps in loops:
+        loads = [i for i, step in enumerate(steps) if "LDG" in step]
+        folded = next(i for i, step in enumerate(steps) if "EX2" in step)
+        assert sum(i > folded for i in loads) < len(loads) / 4, "loads behind the first fold"
 
 
 def report() -> None:

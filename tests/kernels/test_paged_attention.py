@@ -17,6 +17,7 @@ import torch
 
 from eyas.kernels.attention_plan import CAUSAL, RANKS, Workspace, make_plan, most_splits
 from eyas.kernels.kv_write import Layout
+from eyas.kernels.splits import ABREAST
 from tests.kernels.attention_cases import (
     Case,
     Sequence,
@@ -28,6 +29,8 @@ from tests.kernels.attention_cases import (
 from tests.kernels.running import DEVICE, interpret, on_gpu
 
 LATENT = Case(kv_heads=1, group=16, key_dim=48, value_dim=32, latent=True, rope_dim=16)
+LONG = replace(LATENT, group=2, key_dim=144, value_dim=128)
+"""Sums that another launch merges, by programs that ask for many splits at once."""
 WIDE = Case(kv_heads=1, group=3, key_dim=80, value_dim=80, rope_dim=16, dtype=torch.float16)
 """Heads whose rows lie across products, and are padded."""
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -97,6 +100,7 @@ SMALL = [
     Pass(case=Case(kv_heads=1, group=1), prefixes=[2], count=64, tree=True, options=FAST),
     Pass(case=Case(dtype=torch.float16, rope_dim=16), prefixes=[140], count=5),
     Pass(case=replace(LATENT, dtype=torch.float16), prefixes=[70], count=4, options=MANY),
+    Pass(case=LONG, prefixes=[64 * (2 * ABREAST.value + 2)], count=3, options=MANY),
     Pass(case=WIDE, prefixes=[0, 150], count=6, options=MANY),
     Pass(
         case=replace(WIDE, window=64, page_size=48),
@@ -174,7 +178,7 @@ def check_company(case: Case, start: int, counts: tuple[int, ...], **given: Any)
         mine = Tail(sequence=sequence, prefix=start, index=list(range(start, start + count)))
         chained = replace(mine, bits=[(2 << n) - 1 for n in range(count)])
         beside = Tail(sequence=other, prefix=140, index=list(range(140, 140 + count)))
-        many = given | {"programs": 4 * case.kv_heads}
+        many = given | {"programs": 8 * case.kv_heads}
         runs = {
             "alone": by_kernel(case, [mine], **many)[0][0],
             "folded": by_kernel(case, [mine], programs=1, **given)[0][0],
@@ -254,6 +258,7 @@ def run_bits_small() -> None:
     check_company(two, 510, (4,), splits=4)
     check_company(replace(two, window=130), 253, (3,))
     check_company(LATENT, 127, (2,))
+    check_company(LONG, 253, (4,), splits=4)
     check_company(WIDE, 126, (4,))
     check_company(two, 60, (18,))
     check_path(three, 123, 9)

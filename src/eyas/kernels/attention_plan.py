@@ -23,8 +23,12 @@ CAUSAL, MASKED, RANKS = 0, 1, 2
 """Kinds of tail: causal; by ancestor bits; by bits, each node as if it stood in the text."""
 FUSED_SUMS = 1024
 """Sums of a tile up to so many are merged by its last program, larger ones by another launch."""
+MERGED_SUMS, MERGED_ABREAST = 1024, 256
+"""Sums of a split that a merge's program folds, and the same where it asks for many at once."""
 SPARE_SLOTS = 4
 """Slots beside a row's splits: rows of a tile end up to 64 keys apart, a window begins anywhere."""
+LATENT_SPLIT = 64
+"""Keys of the shortest split of latents."""
 NARROW = 64
 """Numbers of a head up to which few rows are quicker upright: a block has little to be weighed."""
 SHORT = 4096
@@ -108,6 +112,10 @@ class Plan:
     """Whether the kernel keeps new keys and values itself."""
     merge: bool
     """Whether a tile's last program merges its sums."""
+    abreast: bool
+    """Whether a merge has so few programs that each may ask for many splits at once."""
+    late: bool
+    """Whether a merge comes before the attention's last sums stand, to wait where there is room."""
 
     @property
     def columns(self) -> int:
@@ -206,12 +214,16 @@ def make_plan(
     across = narrow and not layout.shape.latent and values > NARROW
     if tile == 64 and longest <= SHORT and (few or tree == RANKS):
         tile = 32  # with programs for nodes beside them, of which two fit on a multiprocessor
+    if narrow and layout.shape.latent and tree != RANKS:
+        units = min(splits, -(-longest // LATENT_SPLIT))
+        fits = (n for n in (16, 32) if requests * -(-rows // n) * units <= programs // 2)
+        tile = min(tile, next(fits, tile))  # rows of few keys have a multiprocessor a tile and unit
     tiles = -(-rows // tile)
     slots = (splits + SPARE_SLOTS) * values * tile
     room, unit = min(workspace.sums.numel() // slots, MAX_TILES), math.lcm(tile, group) // tile
     parts, *at_once = _cut(requests, heads, tiles, room, unit, programs, values > 128)
     parts = max(1, min(splits + 1, parts))
-    least = 64 if layout.shape.latent else 128
+    least = LATENT_SPLIT if layout.shape.latent else 128
     block = least if narrow and keys <= 64 else 64  # in one split
     if parts == 1 and block == 128 and tile == 64:  # twice the sums do not fit in registers
         tile, tiles = 32, -(-rows // 32)
@@ -219,6 +231,8 @@ def make_plan(
     launched = parts * at_once[0] * heads * at_once[1]
     in_tree = tree == RANKS and (across or tile == 32)
     crowded = in_tree or (across and 2 * launched > programs)
+    merges = launched // parts * tile * values // MERGED_ABREAST
+    abreast = layout.shape.latent and tree != RANKS and merges <= programs
     read = block * (keys + (0 if layout.shape.latent else values)) * dtype.itemsize
     return Plan(
         tree=tree,
@@ -235,4 +249,6 @@ def make_plan(
         across=across,
         write=num_new <= MAX_NODES,
         merge=tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS,
+        abreast=abreast,
+        late=abreast or (across and launched <= programs),
     )

@@ -29,7 +29,14 @@ from eyas.kernels.attention_block import (
     seen,
     whole,
 )
-from eyas.kernels.attention_plan import RANKS, Launch, Plan, Workspace
+from eyas.kernels.attention_plan import (
+    MERGED_ABREAST,
+    MERGED_SUMS,
+    RANKS,
+    Launch,
+    Plan,
+    Workspace,
+)
 from eyas.kernels.kv_write import (
     PASS_VALUES,
     Layout,
@@ -124,8 +131,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     SIZE_V: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr,
     GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     TREE: tl.constexpr, WINDOW: tl.constexpr, FOLD: tl.constexpr, WRITE: tl.constexpr,
-    MERGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, AXIS: tl.constexpr,
-    EARLY: tl.constexpr,
+    MERGE: tl.constexpr, LATE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    AXIS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys x tile of rows, KV head, request), from `first_..` on."""
     pid, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -156,7 +163,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             DIM, WIDE, PAGE, kind.primitive_bitwidth // 8, LATENT,
         )  # fmt: skip
     await_turn(EARLY)
-    pass_turn(EARLY & (FOLD | MERGE))  # else a program's end does: its merge needs the room
+    pass_turn(EARLY & (FOLD | MERGE))
     cos_ptr, sin_ptr = cos_ptr + row0 * rope_stride, sin_ptr + row0 * rope_stride
     k_new_ptr += row0 * k_new_stride + head * DIM
     v_new_ptr += row0 * v_new_stride + head * WIDE
@@ -220,6 +227,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     if FOLD:
         top, now, acc = fold(total_top, total_mass, total, top, now, acc, end > 0, AXIS)
     elif (not MERGE) | (expected > 1) | (hi - lo > 1 << fine):
+        pass_turn(EARLY & LATE & (not MERGE))  # else a program's end does
         finished, slot = False, hi - 1 - slot0 >> fine
         put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
         if is_last(count_ptr + group * tiles + tile, expected) if MERGE else False:
@@ -251,6 +259,7 @@ def constants(
         "FOLD": plan.parts == 1,
         "WRITE": plan.write,
         "MERGE": plan.merge,
+        "LATE": plan.late,
         "AXIS": int(plan.across),
     }
 
@@ -344,7 +353,7 @@ def _merge(
 ) -> None:
     """Fold what the programs of a launch left for each other."""
     size = layout.constants["SIZE_V"]
-    chunk = min(size, max(16, 1024 // plan.tile))
+    chunk = min(size, (MERGED_ABREAST if plan.abreast else MERGED_SUMS) // plan.tile)
     names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST")
     attention_merge_kernel[(size // chunk, launch.tiles, launch.requests * heads)](
         out,
@@ -359,6 +368,7 @@ def _merge(
         launch.first_request,
         launch.first_tile,
         CHUNK=chunk,
+        COLUMNS=plan.columns * plan.abreast,
         enable_fp_fusion=False,
         **{name: compiled[name] for name in names},
         **turns(out),

@@ -20,6 +20,8 @@ from eyas.kernels.lang import take_turn, tl, triton
 
 AHEAD = tl.constexpr(8)
 """Splits that are on their way while one is folded."""
+ABREAST, FEW = tl.constexpr(24), tl.constexpr(8)
+"""Splits that a merge asks for together where its programs are few, and the same of the rest."""
 SPARE = tl.constexpr(SPARE_SLOTS)
 TOGETHER = tl.constexpr(16)
 """Numbers side by side of which a row that is there several times keeps all or none."""
@@ -51,13 +53,8 @@ def split_shift(  # type: ignore[no-untyped-def]
     """
     if WINDOW > 0:
         count = tl.minimum(count, WINDOW)
-    x = tl.maximum((count + SPLITS - 1) // SPLITS, LEAST) - 1
-    x |= x >> 1
-    x |= x >> 2
-    x |= x >> 4
-    x |= x >> 8
-    x |= x >> 16
-    return set_bits(x.to(tl.int64))
+    least = tl.maximum((count + SPLITS - 1) // SPLITS, LEAST) - 1  # below 2 ** 24: a float is exact
+    return (least.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
 
 
 @triton.jit
@@ -135,14 +132,18 @@ def share(  # type: ignore[no-untyped-def]
 def fold(  # type: ignore[no-untyped-def]
     top, mass, acc, more_top, more_mass, more, counts, AXIS: tl.constexpr
 ):  # fmt: skip
-    """Two sums of rows as one; `more` for the rows where it counts."""
+    """Two sums of rows as one; `more` for the rows where it counts.
+
+    With AXIS 2 statistics are laid as sums are.
+    """
     higher = tl.where(counts, tl.maximum(top, more_top), top)
     shrink = tl.exp2(top - higher)
     grow = tl.exp2(tl.where(counts, more_top - higher, 0.0))
     mass = tl.where(counts, tl.fma(mass, shrink, more_mass * grow), mass)
-    shrink, grow = tl.expand_dims(shrink, AXIS), tl.expand_dims(grow, AXIS)
-    folded = tl.fma(acc, shrink, more * grow)
-    return higher, mass, tl.where(tl.expand_dims(counts, AXIS), folded, acc)
+    if AXIS < 2:
+        shrink, grow = tl.expand_dims(shrink, AXIS), tl.expand_dims(grow, AXIS)
+        counts = tl.expand_dims(counts, AXIS)
+    return higher, mass, tl.where(counts, tl.fma(acc, shrink, more * grow), acc)
 
 
 @triton.jit
@@ -223,14 +224,72 @@ def merged(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def fold_slots(  # type: ignore[no-untyped-def]
+    sum_at, stat_at, top, mass, acc, first, slots, start, fine, end, shift,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """COUNT of `slots` from the `first` on, all on their way before one is folded.
+
+    Loads have masks even where none is masked: else compilers move each to where it serves.
+    """
+    tops, masses, sums = (), (), ()
+    for each in tl.static_range(COUNT):
+        there, at = end * 0 + (first + each) < slots, stat_at + each * 2 * COLUMNS
+        top_of = tl.load(at, there, FLOOR, cache_modifier=".cg")
+        mass_of = tl.load(at + COLUMNS, there, 0.0, cache_modifier=".cg")
+        sum_of = tl.load(sum_at + each * SIZE * COLUMNS, there, 0.0, cache_modifier=".cg")
+        tops += (top_of,)  # type: ignore[assignment]
+        masses += (mass_of,)  # type: ignore[assignment]
+        sums += (sum_of,)  # type: ignore[assignment]
+    for each in tl.static_range(COUNT):
+        begin = start + (first + each << fine)
+        counts = splits_end(begin + (1 << fine), end, shift) & (begin < end)
+        top, mass, acc = fold(top, mass, acc, tops[each], masses[each], sums[each], counts, 2)
+    return top, mass, acc
+
+
+@triton.jit
+def merged_abreast(  # type: ignore[no-untyped-def]
+    sum_ptr, stat_ptr, start, fine, end, shift, places, dims, SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What `merged` does, mass as [D, R], by threads of few sums and many registers.
+
+    A thread folds what it loads, statistics too: none waits for another, and a round trip of loads
+    brings many splits.
+    """
+    slots, dims, places = ((tl.max(end, 0) - 1 - start) >> fine) + 1, dims[:, None], places[None, :]
+    end, shift = dims * 0 + end[None, :], dims * 0 + shift[None, :]
+    sum_at, stat_at = sum_ptr + dims * COLUMNS + places, stat_ptr + dims * 0 + places
+    top = tl.full([dims.shape[0], places.shape[1]], FLOOR, tl.float32)
+    mass = tl.zeros([dims.shape[0], places.shape[1]], tl.float32)
+    acc, many = mass, slots // ABREAST * ABREAST
+    for first in tl.range(0, many, ABREAST, num_stages=1):
+        top, mass, acc = fold_slots(
+            sum_at + first * SIZE * COLUMNS, stat_at + first * 2 * COLUMNS, top, mass, acc,
+            first, slots, start, fine, end, shift, SIZE, COLUMNS, ABREAST,
+        )  # fmt: skip
+    for first in tl.range(many, slots, FEW, num_stages=1):
+        top, mass, acc = fold_slots(
+            sum_at + first * SIZE * COLUMNS, stat_at + first * 2 * COLUMNS, top, mass, acc,
+            first, slots, start, fine, end, shift, SIZE, COLUMNS, FEW,
+        )  # fmt: skip
+    return mass, acc
+
+
+@triton.jit
 def give(  # type: ignore[no-untyped-def]
     out_ptr, mass, acc, place, used, dims, WIDE: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
-    """Store numbers `dims`, as sums are laid, of rows' weighted means; heads start at `place`."""
-    mass = tl.expand_dims(tl.where(used, mass, 1.0), AXIS)
-    mean = (acc / mass).to(out_ptr.dtype.element_ty)
-    inside = tl.expand_dims(used, AXIS) & (dims < WIDE)
-    tl.store(out_ptr + tl.expand_dims(place, AXIS) + dims, mean, inside)
+    """Store numbers `dims`, as sums are laid, of rows' weighted means; heads start at `place`.
+
+    Masses are [R], or laid as sums are.
+    """
+    used = tl.expand_dims(used, AXIS)
+    if len(mass.shape) == 1:
+        mass = tl.expand_dims(mass, AXIS)
+    mean = (acc / tl.where(used, mass, 1.0)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + tl.expand_dims(place, AXIS) + dims, mean, used & (dims < WIDE))
 
 
 @triton.jit
@@ -268,10 +327,13 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     first_request, first_tile,
     GROUP: tl.constexpr, WIDE: tl.constexpr, SIZE_V: tl.constexpr, R: tl.constexpr,
     CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, EARLY: tl.constexpr,
+    LEAST: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk of dims, tile of R rows, request and KV head): merge what programs put."""
-    take_turn(EARLY)
+    """Program (chunk of dims, tile of R rows, request and KV head): merge what programs put.
+
+    Lengths and bits were there before the attention began. COLUMNS are `columns`, where a program
+    has so few sums that it asks for many splits at once, or 0.
+    """
     dims = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     places = tl.program_id(1) * R + tl.arange(0, R)
     rows = first_tile * R + places
@@ -287,10 +349,16 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     most = prefix + tail_offset + num_new
     fine, _, start = slots_of(low, shift, prefix, most, TREE, WINDOW, SPLITS, LEAST)
     before = pair * (SPLITS + SPARE) * columns
-    mass, acc = merged(
-        sum_ptr + before * SIZE_V, stat_ptr + before * 2,
-        start, fine, end, shift, places, dims, columns, SIZE_V,
-    )  # fmt: skip
+    sum_ptr, stat_ptr = sum_ptr + before * SIZE_V, stat_ptr + before * 2
     wide = heads * GROUP * WIDE
     place = node * wide + (head * GROUP + rows % GROUP) * WIDE
+    take_turn(EARLY)
+    if COLUMNS > 0:
+        mass, acc = merged_abreast(
+            sum_ptr, stat_ptr, start, fine, end, shift, places, dims, SIZE_V, COLUMNS
+        )
+    else:
+        mass, acc = merged(
+            sum_ptr, stat_ptr, start, fine, end, shift, places, dims, columns, SIZE_V
+        )
     give(out_ptr + request * num_new * wide, mass, acc, place, used, dims[:, None], WIDE, 0)
