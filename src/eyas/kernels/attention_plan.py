@@ -25,6 +25,8 @@ FUSED_SUMS = 1024
 """Sums of a tile up to so many are merged by its last program, larger ones by another launch."""
 MERGED_SUMS, MERGED_ABREAST = 1024, 256
 """Sums of a split that a merge's program folds, and the same where it asks for many at once."""
+FEW_MERGES = 32
+"""Programs of a merge that may wait beside the attention's: what follows does not come later."""
 SPARE_SLOTS = 4
 """Slots beside a row's splits: rows of a tile end up to 64 keys apart, a window begins anywhere."""
 LATENT_SPLIT = 64
@@ -115,7 +117,7 @@ class Plan:
     abreast: bool
     """Whether a merge has so few programs that each may ask for many splits at once."""
     late: bool
-    """Whether a merge comes before the attention's last sums stand, to wait where there is room."""
+    """Whether a merge comes a little before the attention's last sums stand."""
 
     @property
     def columns(self) -> int:
@@ -231,8 +233,8 @@ def make_plan(
     launched = parts * at_once[0] * heads * at_once[1]
     in_tree = tree == RANKS and (across or tile == 32)
     crowded = in_tree or (across and 2 * launched > programs)
-    merges = launched // parts * tile * values // MERGED_ABREAST
-    abreast = layout.shape.latent and tree != RANKS and merges <= programs
+    sums = launched // parts * tile * values
+    abreast = layout.shape.latent and tree != RANKS and sums <= MERGED_ABREAST * programs
     read = block * (keys + (0 if layout.shape.latent else values)) * dtype.itemsize
     return Plan(
         tree=tree,
@@ -250,5 +252,5 @@ def make_plan(
         write=num_new <= MAX_NODES,
         merge=tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS,
         abreast=abreast,
-        late=abreast or (across and launched <= programs),
+        late=abreast or (across and sums <= MERGED_SUMS * FEW_MERGES),
     )

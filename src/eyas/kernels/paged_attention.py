@@ -354,7 +354,7 @@ def _merge(
     """Fold what the programs of a launch left for each other."""
     size = layout.constants["SIZE_V"]
     chunk = min(size, (MERGED_ABREAST if plan.abreast else MERGED_SUMS) // plan.tile)
-    names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST")
+    names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST", "LATE")
     attention_merge_kernel[(size // chunk, launch.tiles, launch.requests * heads)](
         out,
         workspace.sums,
