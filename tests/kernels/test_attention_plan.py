@@ -114,3 +114,33 @@ def test_rows_lie_alike_in_all_passes(name: str, across: bool) -> None:
     assert len({(plan.block, plan.splits, plan.least) for plan in plans}) == 1
     if across:
         assert {plan.num_warps for plan in plans} == {4}
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "num_new", "tree", "abreast", "late"),
+    [
+        ("8B", 1, 8, CAUSAL, False, True),
+        ("8B", 2, 4, CAUSAL, False, True),
+        ("8B", 4, 1, CAUSAL, False, False),
+        ("8B", 1, 16, CAUSAL, False, False),
+        ("8B", 1, 16, RANKS, False, False),
+        ("latent 16", 1, 8, CAUSAL, True, True),
+        ("latent 16", 8, 1, CAUSAL, True, True),
+        ("latent 16", 8, 4, CAUSAL, False, False),
+        ("latent 16", 1, 16, RANKS, False, False),
+        ("small", 1, 16, RANKS, False, False),
+    ],
+)
+def test_merges_come_as_was_measured(
+    name: str, requests: int, num_new: int, tree: int, abreast: bool, late: bool
+) -> None:
+    """Fault: many early merges, which made the 8B's cycles slower; registers where many must run."""
+    plan = plan_of(name, requests, num_new, tree)
+    assert (plan.abreast, plan.late) == (abreast, late), plan
+
+
+def test_latent_rows_of_few_keys_have_a_multiprocessor_each() -> None:
+    """Fault: N = 4 at a short context in two tiles, each of whose programs takes twice as long."""
+    assert plan_of("latent 16", 1, 4, longest=1024).tile == 16
+    assert plan_of("latent 16", 1, 16, longest=1024).tile == 32
+    assert plan_of("latent 16", 1, 4).tile == 32
