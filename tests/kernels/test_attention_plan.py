@@ -134,7 +134,7 @@ def test_rows_lie_alike_in_all_passes(name: str, across: bool) -> None:
 def test_merges_come_as_was_measured(
     name: str, requests: int, num_new: int, tree: int, abreast: bool, late: bool
 ) -> None:
-    """Fault: many early merges, which made the 8B's cycles slower; registers where many must run."""
+    """Fault: many early merges, which made the 8B slower; many registers where many must run."""
     plan = plan_of(name, requests, num_new, tree)
     assert (plan.abreast, plan.late) == (abreast, late), plan
 
