@@ -215,13 +215,17 @@ def test_kernel_suits_an_h200(name: str) -> None:
     waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", built.assembly)
     assert any(int(n) for n in waits), "every load of keys is waited for at once"
     assert "wgmma" in built.assembly, "no tensor core of this GPU's own"
-    last = built.steps.rindex("warp_group_dot %")  # of values
-    beside = built.steps[last : built.steps.index("warp_group_dot_wait", last)]
+    values = built.steps.rindex("warp_group_dot %")
+    beside = built.steps[values : built.steps.index("warp_group_dot_wait", values)]
     assert "async_copy" in beside or not built.plan.across, "keys are asked for after products"
     assert "griddepcontrol.wait" in built.assembly, "it does not take its turn"
-    early = "griddepcontrol.launch_dependents" in built.assembly
-    last = built.plan.parts > 1 and not (built.plan.merge or built.plan.late)
-    assert early == (not last), "what comes next waits for the wrong thing"
+    turn = built.assembly.find("griddepcontrol.launch_dependents")
+    if built.plan.soon:
+        assert turn > built.assembly.rindex("wgmma.mma_async"), "a merge comes before the end"
+    elif built.plan.parts > 1 and not built.plan.merge:
+        assert turn < 0, "a merge does not wait for the end"
+    else:
+        assert 0 <= turn < built.assembly.index("wgmma.mma_async"), "what comes next comes late"
 
 
 @pytest.mark.parametrize(
@@ -252,6 +256,8 @@ def test_a_merge_asks_for_many_splits_at_once(name: str, num_new: int) -> None:
     options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
     made = triton.compile(source, target=HOPPER, options=options)
     assert not usage(made.asm["cubin"])[1], "it spills"
+    told, turn = (made.asm["ptx"].index(s) for s in ("ld.global", "griddepcontrol.wait"))
+    assert told < turn, "what to do is worked out in its turn"
     loops = [steps for steps in loops_of(made.asm["cubin"]) if any("LDG" in s for s in steps)]
     assert len(loops) == 2, "whole groups of splits, and the rest"
     for steps in loops:

@@ -117,7 +117,7 @@ def test_rows_lie_alike_in_all_passes(name: str, across: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "requests", "num_new", "tree", "abreast", "late"),
+    ("name", "requests", "num_new", "tree", "abreast", "soon"),
     [
         ("8B", 1, 8, CAUSAL, False, True),
         ("8B", 2, 4, CAUSAL, False, True),
@@ -132,11 +132,11 @@ def test_rows_lie_alike_in_all_passes(name: str, across: bool) -> None:
     ],
 )
 def test_merges_come_as_was_measured(
-    name: str, requests: int, num_new: int, tree: int, abreast: bool, late: bool
+    name: str, requests: int, num_new: int, tree: int, abreast: bool, soon: bool
 ) -> None:
     """Fault: many early merges, which made the 8B slower; many registers where many must run."""
     plan = plan_of(name, requests, num_new, tree)
-    assert (plan.abreast, plan.late) == (abreast, late), plan
+    assert (plan.abreast, plan.soon) == (abreast, soon), plan
 
 
 def test_latent_rows_of_few_keys_have_a_multiprocessor_each() -> None:

@@ -171,3 +171,19 @@ def test_the_table_shows_every_part(target: Decoder) -> None:
     text = console.export_text()
     for part in ("warm-up", "decode tok/s", "verify", "Acceptance", "break-even", "equal", "1.50"):
         assert part in text, part
+
+
+def test_stages_that_do_not_add_up_are_told(target: Decoder) -> None:
+    """Fault: verify over decode of a busy moment, shown beside a cycle that it contradicts."""
+    spec = make_engine(target, tiny_drafter(), CHAIN, **dataclasses.asdict(EngineConfig(seed=1)))
+    record = record_of(make_engine(target), spec, params())
+    texts = []
+    for factor in (1.0, 4.0):
+        record["plain"]["step_ms"] = sum(record["stages_ms"]["plain"].values())
+        record["spec"]["step_ms"] = sum(record["stages_ms"]["spec"].values()) / factor
+        console = Console(record=True, width=400)
+        show(console, record)
+        texts.append(console.export_text())
+    assert "add up" not in texts[0]
+    assert "spec: stages add up to" in texts[1]
+    assert "plain: stages add up to" not in texts[1]

@@ -115,9 +115,9 @@ class Plan:
     merge: bool
     """Whether a tile's last program merges its sums."""
     abreast: bool
-    """Whether a merge has so few programs that each may ask for many splits at once."""
-    late: bool
-    """Whether a merge comes a little before the attention's last sums stand."""
+    """Whether a merge behind it has so few programs that each may ask for many splits at once."""
+    soon: bool
+    """Whether a merge behind it comes a little before the attention's last sums stand."""
 
     @property
     def columns(self) -> int:
@@ -233,8 +233,10 @@ def make_plan(
     launched = parts * at_once[0] * heads * at_once[1]
     in_tree = tree == RANKS and (across or tile == 32)
     crowded = in_tree or (across and 2 * launched > programs)
-    sums = launched // parts * tile * values
+    merge = tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS
+    behind, sums = parts > 1 and not merge, launched // parts * tile * values
     abreast = layout.shape.latent and tree != RANKS and sums <= MERGED_ABREAST * programs
+    few_merges = across and sums <= MERGED_SUMS * FEW_MERGES
     read = block * (keys + (0 if layout.shape.latent else values)) * dtype.itemsize
     return Plan(
         tree=tree,
@@ -250,7 +252,7 @@ def make_plan(
         num_stages=_stages(read, block, crowded),
         across=across,
         write=num_new <= MAX_NODES,
-        merge=tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS,
-        abreast=abreast,
-        late=abreast or (across and sums <= MERGED_SUMS * FEW_MERGES),
+        merge=merge,
+        abreast=behind and abreast,
+        soon=behind and (abreast or few_merges),
     )

@@ -131,7 +131,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     SIZE_V: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr,
     GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     TREE: tl.constexpr, WINDOW: tl.constexpr, FOLD: tl.constexpr, WRITE: tl.constexpr,
-    MERGE: tl.constexpr, LATE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    MERGE: tl.constexpr, SOON: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
     AXIS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys x tile of rows, KV head, request), from `first_..` on."""
@@ -227,7 +227,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     if FOLD:
         top, now, acc = fold(total_top, total_mass, total, top, now, acc, end > 0, AXIS)
     elif (not MERGE) | (expected > 1) | (hi - lo > 1 << fine):
-        pass_turn(EARLY & LATE & (not MERGE))  # else a program's end does
+        pass_turn(EARLY & SOON)  # else a program's end does, or it has been done
         finished, slot = False, hi - 1 - slot0 >> fine
         put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
         if is_last(count_ptr + group * tiles + tile, expected) if MERGE else False:
@@ -259,7 +259,7 @@ def constants(
         "FOLD": plan.parts == 1,
         "WRITE": plan.write,
         "MERGE": plan.merge,
-        "LATE": plan.late,
+        "SOON": plan.soon,
         "AXIS": int(plan.across),
     }
 
@@ -354,7 +354,7 @@ def _merge(
     """Fold what the programs of a launch left for each other."""
     size = layout.constants["SIZE_V"]
     chunk = min(size, (MERGED_ABREAST if plan.abreast else MERGED_SUMS) // plan.tile)
-    names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST", "LATE")
+    names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST", "SOON")
     attention_merge_kernel[(size // chunk, launch.tiles, launch.requests * heads)](
         out,
         workspace.sums,

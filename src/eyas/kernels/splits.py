@@ -327,15 +327,15 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     first_request, first_tile,
     GROUP: tl.constexpr, WIDE: tl.constexpr, SIZE_V: tl.constexpr, R: tl.constexpr,
     CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, LATE: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    LEAST: tl.constexpr, SOON: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk of dims, tile of R rows, request and KV head): merge what programs put.
 
     COLUMNS are `columns`, where a program has so few sums that it asks for many splits at once, or
-    0. If LATE says that the attention's end lets programs come, they first work out what to do:
+    0. If SOON says that the attention's end lets programs come, they first work out what to do:
     lengths and bits were there before the attention began.
     """
-    take_turn(EARLY & (not LATE))
+    take_turn(EARLY & (not SOON))
     dims = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     places = tl.program_id(1) * R + tl.arange(0, R)
     rows = first_tile * R + places
@@ -354,7 +354,7 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     sum_ptr, stat_ptr = sum_ptr + before * SIZE_V, stat_ptr + before * 2
     wide = heads * GROUP * WIDE
     place = node * wide + (head * GROUP + rows % GROUP) * WIDE
-    take_turn(EARLY & LATE)
+    take_turn(EARLY & SOON)
     if COLUMNS > 0:
         mass, acc = merged_abreast(
             sum_ptr, stat_ptr, start, fine, end, shift, places, dims, SIZE_V, COLUMNS

@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 STAGES = ("draft", "verify", "accept", "commit", "extend", "collect", "host")
+APART = 1.25
+"""How much more than a step its stages may take, timed one by one, and still tell of it."""
 
 
 def show(console: Console, record: dict[str, Any]) -> None:
@@ -25,6 +27,7 @@ def render(record: dict[str, Any]) -> RenderableType:
         _warmup(record["warmup"]),
         _rates(record),
         _stages(record["stages_ms"]),
+        *_apart(record),
         _acceptance(record),
         *_closing(record),
     ]
@@ -77,6 +80,20 @@ def _stages(stages: dict[str, dict[str, float]]) -> Table:
         cells = [_number(values.get(name), 2) for name in names]
         table.add_row(side, *cells, _number(sum(values.values()), 2))
     return table
+
+
+def _apart(record: dict[str, Any]) -> list[Text]:
+    """What stages do not tell, where they take longer than the step they are of."""
+    lines = []
+    for side, values in record["stages_ms"].items():
+        total, step = sum(values.values()), record[side]["step_ms"]
+        if step and total > APART * step:
+            lines.append(
+                f"{side}: stages add up to {total:.1f} ms, but a step takes {step:.1f}. Timed one "
+                "by one they were held up (a busy machine, or graphs that they can't have): take "
+                "neither them nor verify over decode from here"
+            )
+    return [Text(line, style="yellow") for line in lines]
 
 
 def _acceptance(record: dict[str, Any]) -> Table:
