@@ -39,6 +39,7 @@ from eyas.kernels.attention_plan import (
     Workspace,
     make_plan,
     most_splits,
+    usual_workspace,
 )
 from eyas.kernels.kv_write import Layout, write_kv
 from eyas.kernels.node_orders import node_orders
@@ -90,15 +91,15 @@ MODELS = {
 class Bench:
     """A model's pool at one context and batch, and passes over it."""
 
-    def __init__(self, model: Model, requests: int, context: int, workspace: Workspace) -> None:
+    def __init__(self, model: Model, requests: int, context: int) -> None:
         self.model, self.requests, self.context = model, requests, context
-        self.workspace = workspace
         device, width = torch.device("cuda"), context + 4096
         each = -(-width // PAGE_SIZE)
         size = requests * each * PAGE_SIZE * model.shape.values_per_position * 2
         layers = min(32, max(2, -(-COLD_BYTES // size)))
         shape = replace(model.shape, num_layers=layers)
         self.layout = Layout(shape=shape, page_size=PAGE_SIZE)
+        self.workspace = Workspace.of(usual_workspace(shape), device)
         self.pool = KVPool(
             shape,
             num_pages=requests * each + 1,
@@ -322,7 +323,7 @@ def changed(bench: Bench, work: Work) -> Plan:
     return plan
 
 
-def take(all_work: list[Work], workspace: Workspace, console: Console) -> Iterator[dict[str, Any]]:
+def take(all_work: list[Work], console: Console) -> Iterator[dict[str, Any]]:
     """Figures in order; the first of a place, or of a sweep's point, is what ratios are over."""
     place, bench, base = None, None, 0.0
     swept = any(work.changes for work in all_work)
@@ -330,7 +331,7 @@ def take(all_work: list[Work], workspace: Workspace, console: Console) -> Iterat
         here = (work.model, work.requests, work.context, swept and work.num_new)
         if bench is None or here != place:
             bench = None  # frees its pool before the next is made
-            bench = Bench(MODELS[work.model], work.requests, work.context, workspace)
+            bench = Bench(MODELS[work.model], work.requests, work.context)
             place, base = here, 0.0
         try:
             plan = changed(bench, work)
@@ -368,10 +369,10 @@ def row_of(bench: Bench, work: Work, plan: Plan, time: float) -> dict[str, Any]:
     }
 
 
-def compile_all(all_work: list[Work], workspace: Workspace) -> None:
+def compile_all(all_work: list[Work]) -> None:
     """Launch everything once, at a short context."""
     for work in all_work:
-        bench = Bench(MODELS[work.model], work.requests, WARM_CONTEXT, workspace)
+        bench = Bench(MODELS[work.model], work.requests, WARM_CONTEXT)
         try:
             plan = changed(bench, work)
             bench.layers(work.num_new, work.tree, plan)()
@@ -408,13 +409,12 @@ def main() -> None:
         jobs = [subprocess.Popen([*command, str(i)]) for i in range(options.jobs)]
         for job in jobs:
             job.wait()
-    workspace = Workspace.of(2**27, torch.device("cuda"))
     with torch.inference_mode():
         if options.compile is not None:
             alike = dict.fromkeys(replace(work, context=WARM_CONTEXT) for work in all_work)
-            compile_all(list(alike)[options.compile :: options.jobs], workspace)
+            compile_all(list(alike)[options.compile :: options.jobs])
             return
-        rows = list(take(all_work, workspace, console))
+        rows = list(take(all_work, console))
     columns = (
         "model",
         "batch",

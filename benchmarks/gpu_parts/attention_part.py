@@ -11,7 +11,6 @@ from typing import Any
 import attention
 import torch
 
-from eyas.kernels.attention_plan import Workspace
 from gpu_parts.builds import Builds
 from gpu_parts.goals import Row, row
 from gpu_parts.record import Record
@@ -29,10 +28,9 @@ def verify_attention(builds: Builds, record: Record) -> Iterator[Row]:
         return
     builds.free()
     compile_ahead()
-    workspace = Workspace.of(2**27, torch.device("cuda"))
     work = list(attention.standard(list(MODELS), (1,), chains_only=True))
     with torch.inference_mode():
-        for found in attention.take(work, workspace, record.console):
+        for found in attention.take(work, record.console):
             yield from attention_rows(found, record)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from eyas.kernels.attention_plan import CAUSAL, RANKS, Workspace, make_plan, most_splits
 from eyas.kernels.kv_write import Layout
-from eyas.kernels.splits import ABREAST
+from eyas.kernels.splits import ABREAST, HALF
 from tests.kernels.attention_cases import (
     Case,
     Sequence,
@@ -33,6 +33,8 @@ LONG = replace(LATENT, group=2, key_dim=144, value_dim=128)
 """Sums that another launch merges, by programs that ask for many splits at once."""
 WIDE = Case(kv_heads=1, group=3, key_dim=80, value_dim=80, rope_dim=16, dtype=torch.float16)
 """Heads whose rows lie across products, and are padded."""
+LONG_LATENT = replace(LATENT, key_dim=288, value_dim=256, rope_dim=32, dtype=torch.float16)
+"""Latents whose rows lie either way, as many rows there are."""
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest difference of a number, over the largest number."""
 
@@ -111,6 +113,11 @@ SMALL = [
     Pass(case=replace(WIDE, group=20, page_size=64), prefixes=[140], options=MANY),
     Pass(case=WIDE, prefixes=[140, 3], count=8, tree=True, options=MANY),
     Pass(case=WIDE, prefixes=[140], count=8, tree=True, options=MANY | FAST),
+    Pass(case=LONG_LATENT, prefixes=[0, 150], count=3, options=MANY),
+    Pass(case=replace(LONG_LATENT, group=20, page_size=48), prefixes=[140], options=MANY),
+    Pass(case=replace(LONG_LATENT, window=70), prefixes=[140], count=2, options={"programs": 1}),
+    Pass(case=LONG_LATENT, prefixes=[140, 3], count=4, tree=True, options=MANY),
+    Pass(case=LONG_LATENT, prefixes=[140], count=4, tree=True, options=MANY | FAST),
 ]
 """What the interpreter can run in seconds: every branch of the kernels once."""
 
@@ -260,9 +267,11 @@ def run_bits_small() -> None:
     check_company(LATENT, 127, (2,))
     check_company(LONG, 253, (4,), splits=4)
     check_company(WIDE, 126, (4,))
+    check_company(LONG_LATENT, 62, (5,))
     check_company(two, 60, (18,))
     check_path(three, 123, 9)
     check_path(two, 250, 20, splits=2)
+    check_path(LONG_LATENT, 124, 7)
     check_launches(Pass(case=three, prefixes=[140], count=20), 3, 2)
     check_launches(Pass(case=three, prefixes=[140], count=20, tree=True), 3, 2)
     check_launches(Pass(case=LATENT, prefixes=[200], count=5), 2, 3)
@@ -292,8 +301,10 @@ def test_rows_keep_their_bits(name: str) -> None:
         run_bits_small()
         return
     case = replace(MODELS[name], dtype=torch.bfloat16)
-    grows = most_splits(case.shape, case.group) * (64 if case.latent else 128)  # splits double here
-    for start in (3, 120, 1022, grows - 3):
+    splits = most_splits(case.shape, case.group)
+    grows = splits * (32 if case.latent else 128)  # splits double here
+    many = [splits // 2 * HALF.value - 3] * case.latent  # and here there may be more of them
+    for start in (3, 120, 1022, grows - 3, *many):
         check_company(case, start, (4, 16))
     check_path(case, 1000, 16)
     check_path(case, grows - 2, 60)

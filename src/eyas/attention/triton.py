@@ -14,11 +14,11 @@ from eyas.kernels.attention_plan import (
     CAUSAL,
     MASKED,
     RANKS,
-    WORKSPACE_BYTES,
     Plan,
     Workspace,
     make_plan,
     most_splits,
+    usual_workspace,
 )
 from eyas.kernels.kv_write import Layout, write_kv
 from eyas.kernels.node_orders import node_orders
@@ -39,13 +39,14 @@ class TritonAttention:
         verify: str = "decode",
         programs: int | None = None,
         splits: int | None = None,
-        workspace_bytes: int = WORKSPACE_BYTES,
+        workspace_bytes: int | None = None,
     ) -> None:
         """With `deterministic` a node of a tree has the bits of its path alone, at some cost.
 
         With `verify` "prefill" no keys of a verify pass are shared among programs.
         `programs` fill the device: two for each of its multiprocessors unless told. `splits` are
         those of a row at most; rows of engines with different ones differ in their last bits.
+        `workspace_bytes` are for what programs leave each other.
         """
         self.pool, self.deterministic = pool, deterministic
         device = pool.k.device
@@ -54,7 +55,7 @@ class TritonAttention:
         self.programs, self.whole = programs, verify == "prefill"
         self.splits = splits
         self.layout = Layout(shape=pool.shape, page_size=pool.page_size)
-        self.workspace = Workspace.of(workspace_bytes, device)
+        self.workspace = Workspace.of(workspace_bytes or usual_workspace(pool.shape), device)
 
     def programs_for(self, mode: ForwardMode) -> int:
         """Programs that a pass may use to share a request's keys; 1: they are not shared."""

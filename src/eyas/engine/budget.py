@@ -22,7 +22,7 @@ from eyas.config import EngineConfig, SpeculationConfig
 from eyas.engine.drafters import drafts_rounded
 from eyas.engine.rehearsal import PURPOSES, Shares, hollow, rehearse, tensors_of
 from eyas.engine.runner import Runner, auto_pages
-from eyas.kernels.attention_plan import WORKSPACE_BYTES, Workspace
+from eyas.kernels.attention_plan import Workspace, usual_workspace
 from eyas.kv.pool import KVPool
 from eyas.layers.linear import Linear, row_tile, scale_type
 from eyas.model_config import DrafterConfig, ModelConfig
@@ -258,9 +258,10 @@ def _workspace(case: Case, runner: Runner) -> int:
     """Of every attention backend, and of the matrix library for the stream of captures."""
     if case.device.type != "cuda":
         return 0
-    pools = {id(owner) for owner, _ in tensors_of(runner.parts) if isinstance(owner, KVPool)}
-    each = Workspace.of(WORKSPACE_BYTES, torch.device("meta")).num_bytes
-    return len(pools) * each + LIBRARY_BYTES * case.has_graphs
+    owners = (owner for owner, _ in tensors_of(runner.parts))
+    pools = {id(owner): owner.shape for owner in owners if isinstance(owner, KVPool)}
+    spaces = (Workspace.of(usual_workspace(s), torch.device("meta")) for s in pools.values())
+    return sum(space.num_bytes for space in spaces) + LIBRARY_BYTES * case.has_graphs
 
 
 def _rounded_bytes(network: nn.Module, scale: int) -> int:

@@ -3,7 +3,10 @@
 Two ways to lay them. AXIS 0: scores stand upright, a block's keys are the rows of the product and
 the tile's rows its columns, so that sums are [D, R]. AXIS 1: the tile's rows are the rows of the
 product, `ROWS_OF_WARPS` of them, sums are [R, D]; what weighs values then never leaves its warp,
-and neither does a row's largest score. A row's arithmetic is the same in all tiles of one way.
+and neither does a row's largest score. A row's arithmetic is the same in all tiles of one way. Of
+latents it is the same both ways: tensor cores give a number the same bits wherever it stands in a
+product (S and O of 64 rows were equal both ways on an H200, bit by bit), and masses are added in
+one order. Hence few rows of latents stand upright, and many lie across.
 Online softmax as in FlashAttention (arXiv 2205.14135). Nothing here knows splits or programs.
 """
 
@@ -124,21 +127,25 @@ def scores(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Products float32 of keys, in one part or two, with queries.
 
-    The small part comes first: a product that another one adds to is done by all warps alike.
+    Parts are added here: a product that another one adds to would be done by all warps alike.
     """
     if AXIS == 1:
         found = tl.dot(qa, tl.trans(ka), input_precision="ieee")
     else:
-        found = tl.zeros([ka.shape[0], qa.shape[1]], tl.float32)
-        if SIZE_B > 0:
-            found = tl.dot(kb, qb, found, input_precision="ieee")
-        found = tl.dot(ka, qa, found, input_precision="ieee")
+        found = tl.dot(ka, qa, input_precision="ieee")
+    if SIZE_B > 0:
+        if AXIS == 1:
+            rest = tl.dot(qb, tl.trans(kb), input_precision="ieee")
+        else:
+            rest = tl.dot(kb, qb, input_precision="ieee")
+        found = tl.fma(found, tl.full(found.shape, 1.0, tl.float32), rest)
     return found
 
 
 @triton.jit
 def nothing(  # type: ignore[no-untyped-def]
-    M: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, AXIS: tl.constexpr
+    M: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr,
+    AXIS: tl.constexpr,
 ):  # fmt: skip
     """Largest scores, mass and sums of M rows that have seen no key."""
     top = tl.full([M], FLOOR, tl.float32)
@@ -146,30 +153,59 @@ def nothing(  # type: ignore[no-untyped-def]
         mass, acc = tl.zeros([BLOCK, M], tl.float32), tl.zeros([SIZE, M], tl.float32)
     else:
         mass, acc = tl.zeros([M], tl.float32), tl.zeros([M, SIZE], tl.float32)
+    if LATENT:
+        mass = tl.zeros([4, 8, M] if AXIS == 0 else [M, 4, 8], tl.float32)
     return top, mass, acc
+
+
+@triton.jit
+def _pairs(weights, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights of a latent block's 64 places, those added that a thread has, whichever way they lie.
+
+    [4, 8, R] with AXIS 0, [R, 4, 8] with AXIS 1.
+    """
+    if AXIS == 0:
+        weights = tl.reshape(weights, (4, 2, 8, weights.shape[1]))
+    else:
+        weights = tl.reshape(weights, (weights.shape[0], 4, 2, 8))
+    return tl.sum(weights, AXIS + 1)
 
 
 @triton.jit
 def absorb(score, v, factor, top, mass, acc, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
     """A block's scores and values [BLOCK, D] taken into the sums.
 
-    With AXIS 0 the mass [BLOCK, R] is summed over a split's blocks here, over its rows when the
-    split is done; with AXIS 1 it is [R].
+    The mass, [BLOCK, R] with AXIS 0 and as `_pairs` leaves it of latents, is summed over a split's
+    blocks here, over a block's places when the split is done; else it is [R].
     """
     higher = tl.maximum(top, tl.max(score, AXIS) * factor)
     weights = tl.exp2(tl.fma(score, factor, tl.expand_dims(-higher, AXIS)))
     shrink = tl.where(top > FLOOR, tl.exp2(top - higher), 0.0)  # what a split left is dropped
     acc *= tl.expand_dims(shrink, AXIS)
-    if AXIS == 0:
+    if len(mass.shape) == 3:
+        near = shrink[None, None, :] if AXIS == 0 else shrink[:, None, None]
+        mass = tl.fma(mass, near, _pairs(weights, AXIS))
+    elif AXIS == 0:
         mass = tl.fma(mass, shrink[None, :], weights)
-        acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc, input_precision="ieee")
     else:
         mass = tl.fma(mass, shrink, tl.sum(weights, 1))
+    if AXIS == 0:
+        acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc, input_precision="ieee")
+    else:
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return higher, mass, acc
 
 
 @triton.jit
 def whole(mass, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The mass [R] of a split."""
-    return tl.sum(mass, 0) if AXIS == 0 else mass
+    """The mass [R] of a split; latents' is added pair by pair, in one order however it is laid."""
+    if len(mass.shape) == 3:
+        if AXIS == 0:
+            mass = tl.reshape(mass, (2, 2, 2, 2, 2, mass.shape[2]))
+        else:
+            mass = tl.reshape(mass, (mass.shape[0], 2, 2, 2, 2, 2))
+        for last in tl.static_range(4, -1, -1):  # those of a thread and a warp before others
+            mass = tl.sum(mass, AXIS + last)
+    elif len(mass.shape) == 2:
+        mass = tl.sum(mass, 0)
+    return mass

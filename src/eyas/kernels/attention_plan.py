@@ -37,8 +37,6 @@ SHORT = 4096
 """Positions up to which two tiles of 32 rows, which read keys twice, are faster than one of 64."""
 MAX_TILES = 4096
 """Tiles of a pass whose keys may be shared by several programs."""
-WORKSPACE_BYTES = 2**27
-"""What the sums of splits may take; passes that want more are launched bit by bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +108,9 @@ class Plan:
     """Of Triton's pipeline. Keys wait for page numbers, so 5 hold 3 blocks, 3 hold 2, 1 holds 1."""
     across: bool
     """Whether rows of a tile are rows of its products; see `attention_block`."""
+    asks_first: bool
+    """Whether the next block's keys are asked for ahead of this one's weights, where tensor cores
+    read from shared memory. Beside the product of values alone such blocks come too late."""
     write: bool
     """Whether the kernel keeps new keys and values itself."""
     merge: bool
@@ -139,15 +140,21 @@ class Plan:
 def most_splits(shape: AttentionShape, group: int) -> int:
     """Splits of a row at most: what lets one long request fill a device, whatever the device.
 
-    So many that the tiles of one new row, `group` query heads for each KV head, share it.
+    So many that the tiles of one new row, `group` query heads for each KV head, share it. Long
+    requests of latents alone have so many, others half: see `eyas.kernels.splits.split_shift`.
     """
     tiles = shape.num_kv_heads * -(-group // _largest_tile(shape.value_dim))
     each = 1 << (ONE_REQUEST // tiles).bit_length() >> 1
-    return max(8, min(64, each)) * 3 // 2
+    return (max(8, min(64, each)) * 3 // 2) << shape.latent
+
+
+def usual_workspace(shape: AttentionShape) -> int:
+    """What the sums of a pool's splits may take; passes that want more are launched bit by bit."""
+    return 2**27 << shape.latent
 
 
 def _largest_tile(values: int) -> int:
-    """Rows whose sums fit in a program's registers, with tensor cores."""
+    """Rows of which a program keeps sums twice in registers, with tensor cores."""
     return 64 if values <= 128 else 32
 
 
@@ -213,6 +220,7 @@ def make_plan(
     largest = _largest_tile(values) if narrow else 16
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
     few = rows <= 64 and 16 * requests * heads <= programs
+    tall = narrow and layout.shape.latent and values > 128  # of these tiles lie either way
     across = narrow and not layout.shape.latent and values > NARROW
     if tile == 64 and longest <= SHORT and (few or tree == RANKS):
         tile = 32  # with programs for nodes beside them, of which two fit on a multiprocessor
@@ -220,11 +228,18 @@ def make_plan(
         units = min(splits, -(-longest // LATENT_SPLIT))
         fits = (n for n in (16, 32) if requests * -(-rows // n) * units <= programs // 2)
         tile = min(tile, next(fits, tile))  # rows of few keys have a multiprocessor a tile and unit
-    tiles = -(-rows // tile)
-    slots = (splits + SPARE_SLOTS) * values * tile
-    room, unit = min(workspace.sums.numel() // slots, MAX_TILES), math.lcm(tile, group) // tile
-    parts, *at_once = _cut(requests, heads, tiles, room, unit, programs, values > 128)
-    parts = max(1, min(splits + 1, parts))
+    slots, room = (splits + SPARE_SLOTS) * values, workspace.sums.numel()
+
+    def cut(tile: int) -> tuple[int, int, int, int]:
+        tiles, at_once = -(-rows // tile), min(room // (slots * tile), MAX_TILES)
+        unit = math.lcm(tile, group) // tile
+        parts, *each = _cut(requests, heads, tiles, at_once, unit, programs, values > 128)
+        return tiles, max(1, min(splits + 1, parts)), *each
+
+    tiles, parts, *at_once = cut(tile)
+    if tall and tile == 32 and rows > 32 and min(parts, cut(64)[1]) > 1 and tree != RANKS:
+        across, tile = True, 64
+        tiles, parts, *at_once = cut(tile)
     least = LATENT_SPLIT if layout.shape.latent else 128
     block = least if narrow and keys <= 64 else 64  # in one split
     if parts == 1 and block == 128 and tile == 64:  # twice the sums do not fit in registers
@@ -251,6 +266,7 @@ def make_plan(
         num_warps=8 if not narrow or values > 128 or (tile == 64 and not across) else 4,
         num_stages=_stages(read, block, crowded),
         across=across,
+        asks_first=tall,
         write=num_new <= MAX_NODES,
         merge=merge,
         abreast=behind and abreast,

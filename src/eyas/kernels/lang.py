@@ -37,6 +37,7 @@ __all__ = [
     "tl",
     "triton",
     "turns",
+    "warpgroups",
     "warps_of",
 ]
 
@@ -105,6 +106,14 @@ def turns(x: torch.Tensor) -> dict[str, bool]:
     """Arguments of a launch on x's device, for a kernel that takes its turn by `EARLY`."""
     early = EARLY and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+def warpgroups(x: torch.Tensor) -> bool:
+    """Whether tensor cores of x's device read shared memory while a program goes on, as Hopper's.
+
+    What they read then lies in two buffers at least (`wgmma`).
+    """
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 def block_of(size: int) -> int:

@@ -46,7 +46,7 @@ from eyas.kernels.kv_write import (
     new_rows,
     rope_arguments,
 )
-from eyas.kernels.lang import await_turn, pass_turn, tl, triton, turns
+from eyas.kernels.lang import await_turn, pass_turn, tl, triton, turns, warpgroups
 from eyas.kernels.splits import (
     FLOOR,
     SPARE,
@@ -132,7 +132,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     TREE: tl.constexpr, WINDOW: tl.constexpr, FOLD: tl.constexpr, WRITE: tl.constexpr,
     MERGE: tl.constexpr, SOON: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    AXIS: tl.constexpr, EARLY: tl.constexpr,
+    AXIS: tl.constexpr, ASKS_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys x tile of rows, KV head, request), from `first_..` on."""
     pid, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -164,6 +164,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     await_turn(EARLY)
     pass_turn(EARLY & (FOLD | MERGE))
+    if lo >= hi:  # most, where keys are few: they ask for nothing that others wait for
+        return
     cos_ptr, sin_ptr = cos_ptr + row0 * rope_stride, sin_ptr + row0 * rope_stride
     k_new_ptr += row0 * k_new_stride + head * DIM
     v_new_ptr += row0 * v_new_stride + head * WIDE
@@ -171,15 +173,12 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         q_ptr + row0 * q_stride + head * GROUP * DIM, cos_ptr, sin_ptr, first_row, last_row,
         q_stride, rope_stride, kind, GROUP, R, high, DIM, WIDE, SIZE_A, SIZE_B, ROPE, AXIS,
     )  # fmt: skip
-    if WRITE:  # loaded here, so that nothing waits for them later
+    if WRITE:
         na, nb, nv = new_rows(
             k_new_ptr, v_new_ptr, cos_ptr, sin_ptr, new, there,
             k_new_stride, v_new_stride, rope_stride, kind,
             DIM, WIDE, SIZE_A, SIZE_B, SIZE_V, ROPE, LATENT,
         )  # fmt: skip
-    if lo >= hi:
-        return
-    if WRITE:
         for start in range(0, most, 16):
             if start > 0:
                 new, there, _ = _to_keep(own, bits, num_new, tail_offset, start, TREE)
@@ -197,8 +196,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
     columns_before = group * (SPLITS + SPARE) * columns
     sum_ptr, stat_ptr = sum_ptr + columns_before * SIZE_V, stat_ptr + columns_before * 2
-    top, mass, acc = nothing(high, BLOCK, SIZE_V, AXIS)
-    total_top, total_mass, total = top, whole(mass, AXIS), acc
+    top, mass, acc = nothing(high, BLOCK, SIZE_V, LATENT, AXIS)
+    total_top, total_mass, total = top, tl.zeros([high], tl.float32), acc
     plain, newest = prefix if TREE == 1 else tl.min(end, 0), tl.max(low, 0)
     order_ptr += (row0 + first_row // GROUP) * 64
     for start in tl.range(lo, hi, BLOCK, num_stages=STAGES):
@@ -221,7 +220,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                     total_top, total_mass, total, places, used, columns, SIZE_V, R, FOLD, AXIS,
                 )  # fmt: skip
             score = tl.where(seen(kv, low, end, bits, prefix, TREE == 1, AXIS), score, HIDDEN)
-        top, mass, acc = absorb(score, v, factor, top, mass, acc, AXIS)
+        if not ASKS_FIRST:  # noqa: SIM114 - a branch is compiled for what may be otherwise
+            top, mass, acc = absorb(score, v, factor, top, mass, acc, AXIS)
+        elif stop > lo:  # always; what stands in a branch comes behind the next block's loads
+            top, mass, acc = absorb(score, v, factor, top, mass, acc, AXIS)
     finished, now, wide = True, whole(mass, AXIS), tl.num_programs(1) * GROUP * WIDE
     out_ptr += row0 * wide + head * GROUP * WIDE
     if FOLD:
@@ -261,6 +263,7 @@ def constants(
         "MERGE": plan.merge,
         "SOON": plan.soon,
         "AXIS": int(plan.across),
+        "ASKS_FIRST": plan.asks_first,
     }
 
 
@@ -290,6 +293,7 @@ def paged_attention(
     cos, sin, rope_stride, rope_dim = rope_arguments(rope, q)
     bits = batch.prefix_lens if batch.ancestors is None else batch.ancestors
     compiled = constants(layout, plan, group, rope_dim, window)
+    compiled["ASKS_FIRST"] = plan.asks_first and warpgroups(out)
     for launch in plan.launches(batch.prefix_lens.shape[0]):
         shared = plan.parts * launch.tiles
         programs = shared

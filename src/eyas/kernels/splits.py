@@ -15,14 +15,14 @@ on the batch.
 
 from __future__ import annotations
 
-from eyas.kernels.attention_plan import SPARE_SLOTS
+from eyas.kernels.attention_plan import LATENT_SPLIT, SPARE_SLOTS
 from eyas.kernels.lang import take_turn, tl, triton
 
 AHEAD = tl.constexpr(8)
 """Splits that are on their way while one is folded."""
 ABREAST, FEW = tl.constexpr(24), tl.constexpr(8)
 """Splits that a merge asks for together where its programs are few, and the same of the rest."""
-SPARE = tl.constexpr(SPARE_SLOTS)
+SPARE, LATENT, HALF = tl.constexpr(SPARE_SLOTS), tl.constexpr(LATENT_SPLIT), tl.constexpr(512)
 TOGETHER = tl.constexpr(16)
 """Numbers side by side of which a row that is there several times keeps all or none."""
 PIECE = tl.constexpr(32)
@@ -49,11 +49,15 @@ def split_shift(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Binary logarithm of the length of a row's splits.
 
-    That is the power of two, LEAST or more, that cuts its `count` keys into SPLITS at most.
+    That is the power of two, LEAST or more, that cuts its `count` keys into SPLITS at most. Latents
+    are cut into half as many until splits have HALF keys: their sums are long, and cost a merge.
     """
     if WINDOW > 0:
         count = tl.minimum(count, WINDOW)
-    least = tl.maximum((count + SPLITS - 1) // SPLITS, LEAST) - 1  # below 2 ** 24: a float is exact
+    least = (count + SPLITS - 1) // SPLITS
+    if LEAST == LATENT:
+        least = tl.maximum(least, tl.minimum(2 * least, HALF))
+    least = tl.maximum(least, LEAST) - 1  # below 2 ** 24: a float is exact
     return (least.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
 
 
@@ -123,8 +127,10 @@ def share(  # type: ignore[no-untyped-def]
         part, parts = tl.where(own, 0, part), tl.where(own, 1, parts)
         inverse = tl.where(own, 1 << 30, inverse)
     units = tl.maximum(((finish - 1) >> coarse) + 1 - begin, 0).to(tl.int64)
-    lo = begin + (part * units * inverse >> 30).to(tl.int32)
-    hi = begin + ((part + 1) * units * inverse >> 30).to(tl.int32)
+    few = units <= parts  # one each of the first programs, which begin first
+    lo = tl.where(few, tl.minimum(part, units), part * units * inverse >> 30)
+    hi = tl.where(few, tl.minimum(part + 1, units), (part + 1) * units * inverse >> 30)
+    lo, hi = begin + lo.to(tl.int32), begin + hi.to(tl.int32)
     return lo << coarse, tl.minimum(hi << coarse, finish), tl.minimum(parts, units)
 
 
