@@ -230,7 +230,7 @@ def make_plan(
         tile = min(tile, next(fits, tile))  # rows of few keys have a multiprocessor a tile and unit
     slots, room = (splits + SPARE_SLOTS) * values, workspace.sums.numel()
 
-    def cut(tile: int) -> tuple[int, int, int, int]:
+    def cut(tile: int) -> tuple[int, ...]:
         tiles, at_once = -(-rows // tile), min(room // (slots * tile), MAX_TILES)
         unit = math.lcm(tile, group) // tile
         parts, *each = _cut(requests, heads, tiles, at_once, unit, programs, values > 128)
