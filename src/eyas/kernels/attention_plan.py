@@ -31,6 +31,8 @@ SPARE_SLOTS = 4
 """Slots beside a row's splits: rows of a tile end up to 64 keys apart, a window begins anywhere."""
 LATENT_SPLIT = 64
 """Keys of the shortest split of latents."""
+HALF_SPLITS = 512
+"""Keys of a split of latents up to which a row has half of its most splits, or fewer."""
 NARROW = 64
 """Numbers of a head up to which few rows are quicker upright: a block has little to be weighed."""
 SHORT = 4096
@@ -229,12 +231,14 @@ def make_plan(
         fits = (n for n in (16, 32) if requests * -(-rows // n) * units <= programs // 2)
         tile = min(tile, next(fits, tile))  # rows of few keys have a multiprocessor a tile and unit
     slots, room = (splits + SPARE_SLOTS) * values, workspace.sums.numel()
+    long = not layout.shape.latent or longest > splits // 2 * HALF_SPLITS
+    most = splits if long else splits // 2  # programs without keys cost the others a little
 
     def cut(tile: int) -> tuple[int, ...]:
         tiles, at_once = -(-rows // tile), min(room // (slots * tile), MAX_TILES)
         unit = math.lcm(tile, group) // tile
         parts, *each = _cut(requests, heads, tiles, at_once, unit, programs, values > 128)
-        return tiles, max(1, min(splits + 1, parts)), *each
+        return tiles, max(1, min(most + 1, parts)), *each
 
     tiles, parts, *at_once = cut(tile)
     if tall and tile == 32 and rows > 32 and min(parts, cut(64)[1]) > 1 and tree != RANKS:

@@ -15,14 +15,14 @@ on the batch.
 
 from __future__ import annotations
 
-from eyas.kernels.attention_plan import LATENT_SPLIT, SPARE_SLOTS
+from eyas.kernels.attention_plan import HALF_SPLITS, LATENT_SPLIT, SPARE_SLOTS
 from eyas.kernels.lang import take_turn, tl, triton
 
 AHEAD = tl.constexpr(8)
 """Splits that are on their way while one is folded."""
 ABREAST, FEW = tl.constexpr(24), tl.constexpr(8)
 """Splits that a merge asks for together where its programs are few, and the same of the rest."""
-SPARE, LATENT, HALF = tl.constexpr(SPARE_SLOTS), tl.constexpr(LATENT_SPLIT), tl.constexpr(512)
+SPARE, LATENT, HALF = (tl.constexpr(n) for n in (SPARE_SLOTS, LATENT_SPLIT, HALF_SPLITS))
 TOGETHER = tl.constexpr(16)
 """Numbers side by side of which a row that is there several times keeps all or none."""
 PIECE = tl.constexpr(32)
@@ -127,10 +127,8 @@ def share(  # type: ignore[no-untyped-def]
         part, parts = tl.where(own, 0, part), tl.where(own, 1, parts)
         inverse = tl.where(own, 1 << 30, inverse)
     units = tl.maximum(((finish - 1) >> coarse) + 1 - begin, 0).to(tl.int64)
-    few = units <= parts  # one each of the first programs, which begin first
-    lo = tl.where(few, tl.minimum(part, units), part * units * inverse >> 30)
-    hi = tl.where(few, tl.minimum(part + 1, units), (part + 1) * units * inverse >> 30)
-    lo, hi = begin + lo.to(tl.int32), begin + hi.to(tl.int32)
+    lo = begin + (part * units * inverse >> 30).to(tl.int32)
+    hi = begin + ((part + 1) * units * inverse >> 30).to(tl.int32)
     return lo << coarse, tl.minimum(hi << coarse, finish), tl.minimum(parts, units)
 
 
