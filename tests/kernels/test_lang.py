@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import eyas
-from eyas.kernels.lang import block_of
+from eyas.kernels.lang import block_of, warpgroups
 
 WITHOUT = """
 import sys
@@ -32,3 +35,14 @@ def test_networks_run_without_triton() -> None:
 def test_block_covers_the_size(size: int, block: int) -> None:
     """Fault: lanes missing at or behind a power of two."""
     assert block_of(size) == block
+
+
+@pytest.mark.parametrize(("major", "there"), [(8, False), (9, True), (10, False), (12, False)])
+def test_hopper_alone_reads_shared_memory_while_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, major: int, there: bool
+) -> None:
+    """Fault: elsewhere a block of keys has one buffer, which is filled while it is read."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    x: Any = SimpleNamespace(is_cuda=True, device="cuda")
+    assert warpgroups(x) is there
+    assert not warpgroups(torch.zeros(1)), "a CPU"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.kernels.attention_plan import CAUSAL, RANKS, Workspace, make_plan, most_splits
+from eyas.kernels.attention_plan import CAUSAL, RANKS, Plan, Workspace, make_plan, most_splits
 from eyas.kernels.kv_write import Layout
 from eyas.kernels.splits import ABREAST, HALF
 from tests.kernels.attention_cases import (
@@ -82,6 +82,9 @@ def tails(run: Pass, seed: int = 0) -> list[Tail]:
 
 
 MANY, FAST = {"programs": 12}, {"deterministic": False}
+ROOM = {"workspace_bytes": 2**25}
+MORE = {"programs": 16} | ROOM
+"""So that programs share the keys of 64 rows of `LONG_LATENT`, which lie across then."""
 SMALL = [
     Pass(case=Case(rope_dim=16), prefixes=[0, 37, 200]),
     Pass(case=Case(group=3, page_size=1), prefixes=[37, 300], count=4, options=MANY),
@@ -113,11 +116,12 @@ SMALL = [
     Pass(case=replace(WIDE, group=20, page_size=64), prefixes=[140], options=MANY),
     Pass(case=WIDE, prefixes=[140, 3], count=8, tree=True, options=MANY),
     Pass(case=WIDE, prefixes=[140], count=8, tree=True, options=MANY | FAST),
-    Pass(case=LONG_LATENT, prefixes=[0, 150], count=3, options=MANY),
-    Pass(case=replace(LONG_LATENT, group=20, page_size=48), prefixes=[140], options=MANY),
-    Pass(case=replace(LONG_LATENT, window=70), prefixes=[140], count=2, options={"programs": 1}),
-    Pass(case=LONG_LATENT, prefixes=[140, 3], count=4, tree=True, options=MANY),
-    Pass(case=LONG_LATENT, prefixes=[140], count=4, tree=True, options=MANY | FAST),
+    Pass(case=LONG_LATENT, prefixes=[0, 150], count=3, options=MORE),
+    Pass(case=replace(LONG_LATENT, group=20, page_size=48), prefixes=[140], options=MORE),
+    Pass(case=replace(LONG_LATENT, window=70), prefixes=[140], count=5, options=MORE),
+    Pass(case=LONG_LATENT, prefixes=[140], count=4, options={"programs": 1}),
+    Pass(case=LONG_LATENT, prefixes=[140, 3], count=4, tree=True, options=MORE),
+    Pass(case=LONG_LATENT, prefixes=[140], count=4, tree=True, options=MORE | FAST),
 ]
 """What the interpreter can run in seconds: every branch of the kernels once."""
 
@@ -185,7 +189,7 @@ def check_company(case: Case, start: int, counts: tuple[int, ...], **given: Any)
         mine = Tail(sequence=sequence, prefix=start, index=list(range(start, start + count)))
         chained = replace(mine, bits=[(2 << n) - 1 for n in range(count)])
         beside = Tail(sequence=other, prefix=140, index=list(range(140, 140 + count)))
-        many = given | {"programs": 8 * case.kv_heads}
+        many = given | {"programs": (16 if case.latent else 8) * case.kv_heads}
         runs = {
             "alone": by_kernel(case, [mine], **many)[0][0],
             "folded": by_kernel(case, [mine], programs=1, **given)[0][0],
@@ -228,11 +232,10 @@ def check_path(case: Case, start: int, count: int, **given: Any) -> None:
         assert torch.equal(found[0, path], expected[0]), f"{case} at {start}, {programs} programs"
 
 
-def check_launches(run: Pass, room: int, most: int) -> None:
-    """A workspace with room for `room` tiles of 16 rows gives the bits of one that holds all."""
-    case, splits, programs = run.case, 8, 32
-    space = Workspace.of(room * (splits + 4) * case.value_dim * 16 * 4, torch.device(DEVICE))
-    plan = make_plan(
+def plan_of(run: Pass, splits: int, programs: int, space: Workspace) -> Plan:
+    """What the backend plans for it."""
+    case = run.case
+    return make_plan(
         Layout(shape=case.shape, page_size=case.page_size),
         case.dtype,
         case.group,
@@ -244,6 +247,13 @@ def check_launches(run: Pass, room: int, most: int) -> None:
         space,
         max(run.prefixes) + run.offset + run.count,
     )
+
+
+def check_launches(run: Pass, room: int, most: int) -> None:
+    """A workspace with room for `room` tiles of 16 rows gives the bits of one that holds all."""
+    case, splits, programs = run.case, 8, 32
+    space = Workspace.of(room * (splits + 4) * case.value_dim * 16 * 4, torch.device(DEVICE))
+    plan = plan_of(run, splits, programs, space)
     assert len(list(plan.launches(len(run.prefixes)))) == most, plan
     assert plan.parts > 1, "programs do not share keys"
     given: dict[str, Any] = {"programs": programs, "splits": splits}
@@ -267,16 +277,25 @@ def run_bits_small() -> None:
     check_company(LATENT, 127, (2,))
     check_company(LONG, 253, (4,), splits=4)
     check_company(WIDE, 126, (4,))
-    check_company(LONG_LATENT, 62, (5,))
+    check_company(LONG_LATENT, 62, (5,), **ROOM)
     check_company(two, 60, (18,))
     check_path(three, 123, 9)
     check_path(two, 250, 20, splits=2)
-    check_path(LONG_LATENT, 124, 7)
+    check_path(LONG_LATENT, 124, 7, **ROOM)
     check_launches(Pass(case=three, prefixes=[140], count=20), 3, 2)
     check_launches(Pass(case=three, prefixes=[140], count=20, tree=True), 3, 2)
     check_launches(Pass(case=LATENT, prefixes=[200], count=5), 2, 3)
     check_launches(Pass(case=replace(LATENT, group=24), prefixes=[140], count=4, tree=True), 3, 2)
     check_launches(Pass(case=two, prefixes=[300, 5, 140, 150], count=2), 3, 2)
+
+
+@pytest.mark.parametrize(("count", "across"), [(1, False), (5, True)])
+def test_latents_are_run_either_way(count: int, across: bool) -> None:
+    """Fault: what the interpreter runs is no longer planned across, so that only GPUs would."""
+    space = Workspace.of(ROOM["workspace_bytes"], torch.device("meta"))
+    run = Pass(case=LONG_LATENT, prefixes=[140], count=count)
+    splits = most_splits(run.case.shape, run.case.group)
+    assert plan_of(run, splits, MORE["programs"], space).across is across
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
