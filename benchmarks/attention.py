@@ -42,6 +42,7 @@ from eyas.kernels.attention_plan import (
     usual_workspace,
 )
 from eyas.kernels.kv_write import Layout, write_kv
+from eyas.kernels.lang import shared_bytes
 from eyas.kernels.node_orders import node_orders
 from eyas.kernels.paged_attention import cost, paged_attention
 from eyas.kv.pool import KVPool
@@ -147,6 +148,7 @@ class Bench:
             2 * processors,
             self.workspace,
             self.context,
+            shared_bytes(self.pool.k.device),
         )
 
     def rows(self, num_new: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Rope]:

@@ -17,6 +17,8 @@ from tests.processes import environment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = GPUTarget("cuda", 90, 32)
+SHARED = {80: 163 * 2**10, 89: 99 * 2**10, 90: 227 * 2**10, 120: 99 * 2**10}
+"""What a program may take of shared memory, by compute capability (CUDA's programming guide)."""
 
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
 
@@ -41,19 +43,21 @@ def compiles(
     num_warps: int = 4,
     num_stages: int = 3,
     aligned: Sequence[str] = (),
+    capability: int = 90,
 ) -> Any:
-    """Compile `kernel` for an H200: argument types by name, constants by name.
+    """Compile `kernel` for an H200, or another GPU: argument types by name, constants by name.
 
-    One that takes turns is compiled to be launched early. `aligned` arguments are multiples of 16.
+    One that takes turns is compiled to be launched early where that is known. `aligned` arguments
+    are multiples of 16.
     """
-    early = "EARLY" in kernel.arg_names
-    constants = constants | {"EARLY": True} if early else constants
+    early = "EARLY" in kernel.arg_names and capability >= 90
+    constants = constants | {"EARLY": early} if "EARLY" in kernel.arg_names else constants
     signature = {
         name: types.get(name, "constexpr") for name in kernel.arg_names if name in types | constants
     }
     sixteen = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=sixteen)
     options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": early}
-    compiled = triton.compile(source, target=HOPPER, options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert not early or "griddepcontrol.wait" in compiled.asm["ptx"], "it does not take its turn"
     return compiled

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from eyas.kernels import paged_attention as module
@@ -32,12 +33,11 @@ from eyas.kernels.attention_plan import (
     usual_workspace,
 )
 from eyas.kernels.kv_write import Layout
+from eyas.kernels.lang import SHARED_BYTES
 from eyas.kernels.splits import attention_merge_kernel
 from eyas.model_config import AttentionShape
-from tests.kernels.running import HOPPER
+from tests.kernels.running import HOPPER, SHARED
 
-SHARED_BYTES = 227 * 2**10
-"""What one program may take of an H200's multiprocessor."""
 FOLDED_BYTES, ENDED_BYTES = 192, 32
 """Of a thread whose rows lie across, what may wait in memory: where one program folds all splits,
 whose sums do not fit in registers beside those of the split at hand, or where sums are latents' and
@@ -101,22 +101,24 @@ def build(
     tree: int = CAUSAL,
     page_size: int = 16,
     longest: int = 2**17,
+    capability: int = 90,
 ) -> Built:
-    """Compile the attention kernel for a pass in bfloat16 on an H200."""
+    """Compile the attention kernel for a pass in bfloat16 on an H200, or another GPU."""
     layout = Layout(shape=model.shape, page_size=page_size)
     group = model.heads // model.kv_heads
     splits = most_splits(model.shape, group)
     space = Workspace.of(usual_workspace(model.shape), torch.device("meta"))
-    plan = make_plan(
-        layout, torch.bfloat16, group, requests, num_new, tree, splits, 264, space, longest
-    )
+    pool, shared = (layout, torch.bfloat16, group), SHARED[capability]
+    plan = make_plan(*pool, requests, num_new, tree, splits, 264, space, longest, shared)
     rope_dim = model.key_dim - model.value_dim if model.latent else model.key_dim
-    constants = module.constants(layout, plan, group, rope_dim, model.window) | {"EARLY": True}
+    constants = module.constants(layout, plan, group, rope_dim, model.window)
+    constants |= {"EARLY": capability >= 90, "ASKS_FIRST": plan.asks_first and capability == 90}
     kernel = module._attention_kernel
     start = time.perf_counter()
     source = ASTSource(fn=kernel, **arguments(kernel.arg_names, constants))
-    options = {"num_warps": plan.num_warps, "enable_fp_fusion": False, "launch_pdl": True}
-    made = triton.compile(source, target=HOPPER, options=options)
+    early = constants["EARLY"]
+    options = {"num_warps": plan.num_warps, "enable_fp_fusion": False, "launch_pdl": early}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     seconds = time.perf_counter() - start
     registers, spilled = usage(made.asm["cubin"])
     return Built(
@@ -223,6 +225,24 @@ def test_kernel_suits_an_h200(name: str) -> None:
         assert turn < 0, "a merge does not wait for the end"
     else:
         assert 0 <= turn < built.assembly.index("wgmma.mma_async"), "what comes next comes late"
+
+
+@pytest.mark.parametrize("capability", [80, 89, 120])
+@pytest.mark.parametrize(
+    ("name", "requests", "num_new", "tree"),
+    [
+        ("Llama-3.1-8B", 1, 16, CAUSAL),
+        ("DeepSeek-V2-Lite", 1, 4, CAUSAL),
+        ("DeepSeek-V2-Lite", 1, 16, RANKS),
+        ("DeepSeek-V2-Lite", 128, 1, CAUSAL),
+    ],
+)
+def test_kernel_fits_on_other_gpus(
+    name: str, requests: int, num_new: int, tree: int, capability: int
+) -> None:
+    """Fault: blocks and tiles of an H200 on a GPU with less memory, where no pass can be run."""
+    built = build(MODELS[name], requests, num_new, tree, capability=capability)
+    assert built.shared <= SHARED[capability], built.plan
 
 
 def check_keys_come(built: Built) -> None:

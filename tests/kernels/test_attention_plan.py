@@ -20,6 +20,7 @@ from eyas.kernels.attention_plan import (
     usual_workspace,
 )
 from eyas.kernels.kv_write import Layout
+from eyas.kernels.lang import SHARED_BYTES
 from eyas.model_config import AttentionShape
 
 PROGRAMS = 264
@@ -42,7 +43,13 @@ SHAPES = {
 
 
 def plan_of(
-    name: str, requests: int, num_new: int, tree: int = CAUSAL, size: int = 0, longest: int = 2**17
+    name: str,
+    requests: int,
+    num_new: int,
+    tree: int = CAUSAL,
+    size: int = 0,
+    longest: int = 2**17,
+    shared: int = SHARED_BYTES,
 ) -> Plan:
     """In bfloat16, on a device of 132 multiprocessors."""
     shape, group = SHAPES[name]
@@ -57,6 +64,7 @@ def plan_of(
         PROGRAMS,
         Workspace.of(size or usual_workspace(shape), torch.device("meta")),
         longest,
+        shared,
     )
 
 
@@ -158,3 +166,12 @@ def test_many_requests_fold_latents_where_they_read_them() -> None:
     assert plan_of("latent 16", 32, 8, longest=512).parts == 1
     assert plan_of("latent 16", 128, 1).parts == 1
     assert plan_of("latent 16", 1, 2048).parts == 1
+
+
+def test_latents_of_small_gpus_have_small_tiles() -> None:
+    """Fault: tiles that a GPU has no room for, or another arithmetic there."""
+    large, middle, small = (
+        plan_of("latent 16", 1, 4, shared=size * 2**10) for size in (227, 163, 99)
+    )
+    assert (large.tile, middle.tile, small.tile) == (64, 32, 16)
+    assert len({(plan.block, plan.splits, plan.least) for plan in (large, middle, small)}) == 1

@@ -17,6 +17,7 @@ import torch
 
 from eyas.kernels.attention_plan import CAUSAL, RANKS, Plan, Workspace, make_plan, most_splits
 from eyas.kernels.kv_write import Layout
+from eyas.kernels.lang import SHARED_BYTES
 from eyas.kernels.splits import ABREAST, HALF
 from tests.kernels.attention_cases import (
     Case,
@@ -246,6 +247,7 @@ def plan_of(run: Pass, splits: int, programs: int, space: Workspace) -> Plan:
         programs,
         space,
         max(run.prefixes) + run.offset + run.count,
+        SHARED_BYTES,
     )
 
 

@@ -15,7 +15,7 @@ from eyas.kernels import planes_triton as module
 from eyas.kernels.norm import Norm
 from eyas.kernels.skinny import Counters
 from eyas.kernels.skinny_triton import Plan
-from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
+from tests.kernels.running import DEVICE, SHARED, compiles, interpret, on_gpu
 
 SHAPES = [(40, 80), (24, 96), (72, 48)] if DEVICE == "cpu" else [(6144, 4096), (960, 576)]
 """(outputs, inputs); no multiple of a tile anywhere on a CPU."""
@@ -221,6 +221,22 @@ def test_plans_of_real_layers_compile(shape: tuple[int, int], gates: bool) -> No
         check(compile_plan(planes.config(*shape, gates, rows), rows, gates))
 
 
+def test_an_h200_has_room_for_all_stages() -> None:
+    """Fault: fewer tiles on their way than were measured."""
+    for (shape, gates), rows in itertools.product(REAL, module.ROWS):
+        plan = planes.config(*shape, gates, rows)
+        assert plan.stages_in(SHARED[90], 2 * rows, 1) == plan.stages, plan
+
+
+@pytest.mark.parametrize("capability", [80, 89, 120])
+def test_plans_fit_on_other_gpus(capability: int) -> None:
+    """Fault: as many tiles on their way as an H200 has room for, where there is less."""
+    rows = module.ROWS[-1]
+    for shape, gates in (REAL[0], REAL[2], REAL[5]):
+        compiled = compile_plan(planes.config(*shape, gates, rows), rows, gates, capability)
+        assert compiled.metadata.shared <= SHARED[capability], shape
+
+
 def test_plans_leave_no_program_without_inputs() -> None:
     """Fault: more splits than steps, whose programs would ask for memory behind the weight."""
     for ((outputs, inputs), gates), rows in itertools.product(REAL, module.ROWS):
@@ -257,7 +273,7 @@ def check(compiled: Any) -> None:
     assert ".local" not in compiled.asm["ptx"]
 
 
-def compile_plan(plan: Plan, rows: int, gated: bool) -> Any:
+def compile_plan(plan: Plan, rows: int, gated: bool, capability: int = 90) -> Any:
     """The kernel as `run` would compile it."""
     kernel = module._planes_linear_kernel
     types = {n: "*i8" for n in kernel.arg_names if n.endswith("_ptr")}
@@ -275,7 +291,8 @@ def compile_plan(plan: Plan, rows: int, gated: bool) -> Any:
         "DEPTH": plan.depth,
     }
     aligned = [n for n in types if n.endswith("_ptr")] + ["size", "inner"]
-    return compiles(kernel, types, constants, plan.warps, plan.stages, aligned)
+    stages = plan.stages_in(SHARED[capability], 2 * rows, 1)
+    return compiles(kernel, types, constants, plan.warps, stages, aligned, capability)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from eyas.kernels import skinny_plan as plans
 from eyas.kernels import skinny_triton as module
 from eyas.kernels.gated import gated_reference
 from eyas.kernels.skinny_triton import Plan
-from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
+from tests.kernels.running import DEVICE, SHARED, compiles, interpret, on_gpu
 
 SMALL = [(40, 80), (24, 96), (72, 32)]
 """(outputs, inputs); no multiple of a tile anywhere."""
@@ -194,7 +194,30 @@ def test_who_takes_a_layer() -> None:
         assert not plans.serves(torch.zeros(1, 64, dtype=torch.bfloat16))
 
 
-def compile_plan(plan: Plan, way: str, rows: int = 16, even: bool = False) -> Any:
+def test_an_h200_has_room_for_all_stages() -> None:
+    """Fault: fewer tiles on their way than were measured."""
+    shapes = itertools.product((576, 2048, 6144, 28672), (576, 4096, 14336), (False, True))
+    for outputs, inputs, gated in shapes:
+        for rows in (n for n in module.ROWS if plans.takes(n, outputs, gated)):
+            plan = plans.of_rows(plans.config(outputs, inputs, gated), rows)
+            assert plan.stages_in(SHARED[90], min(rows, plan.rows), 2) == plan.stages, plan
+
+
+@pytest.mark.parametrize("capability", [80, 89, 120])
+@pytest.mark.parametrize(("shape", "gates"), [((6144, 4096), False), ((28672, 4096), True)])
+def test_plans_fit_on_other_gpus(shape: tuple[int, int], gates: bool, capability: int) -> None:
+    """Fault: as many tiles on their way as an H200 has room for, where there is less."""
+    plan = plans.config(*shape, gated=gates)
+    for rows in (64, 256):
+        if plans.takes(rows, shape[0], gates):
+            way, cut = "gated" if gates else "plain", plans.of_rows(plan, rows)
+            compiled = compile_plan(cut, way, rows, even=True, capability=capability)
+            assert compiled.metadata.shared <= SHARED[capability], rows
+
+
+def compile_plan(
+    plan: Plan, way: str, rows: int = 16, even: bool = False, capability: int = 90
+) -> Any:
     """The kernel as `run` would compile it; `even`: for a weight of whole tiles."""
     pointers = [n for n in module._skinny_kernel.arg_names if n.endswith("_ptr")]
     types = dict.fromkeys(pointers, "*bf16") | {"part_ptr": "*fp32", "count_ptr": "*i32"}
@@ -210,7 +233,9 @@ def compile_plan(plan: Plan, way: str, rows: int = 16, even: bool = False) -> An
         "DEPTH": plan.depth,
     }
     aligned = [name for name in types if even and name not in ("num_rows", "ahead")]
-    return compiles(module._skinny_kernel, types, constants, plan.warps, plan.stages, aligned)
+    stages = plan.stages_in(SHARED[capability], rows, 2)
+    kernel = module._skinny_kernel
+    return compiles(kernel, types, constants, plan.warps, stages, aligned, capability)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from eyas.kernels.attention_plan import (
     usual_workspace,
 )
 from eyas.kernels.kv_write import Layout, write_kv
+from eyas.kernels.lang import shared_bytes
 from eyas.kernels.node_orders import node_orders
 from eyas.kernels.paged_attention import paged_attention
 from eyas.kv.pool import KVPool
@@ -89,24 +90,10 @@ class TritonPass:
         """See `Attend`."""
         backend, batch = self.backend, self.batch
         pool, layout = backend.pool, backend.layout
-        requests = batch.prefix_lens.shape[0]
-        num_rows, heads = requests * batch.num_new, q.shape[1]
-        if self._plan is None:
-            group = heads // pool.shape.num_kv_heads
-            self._plan = make_plan(
-                layout,
-                pool.k.dtype,
-                group,
-                requests,
-                batch.num_new,
-                self.tree,
-                backend.splits or most_splits(pool.shape, group),
-                backend.programs_for(batch.mode),
-                backend.workspace,
-                batch.max_kv_len,
-            )
+        num_rows, heads = batch.prefix_lens.shape[0] * batch.num_new, q.shape[1]
+        self._plan = plan = self._plan or self._cut(heads // pool.shape.num_kv_heads)
         pooled = (pool.k[layer], pool.v[layer])
-        if not self._plan.write:
+        if not plan.write:
             write_kv(k, v, layout, *pooled, batch, rope)
         out = v.new_empty(q.shape[0], heads * pool.shape.value_dim)
         out[num_rows:].zero_()
@@ -117,10 +104,28 @@ class TritonPass:
             layout,
             batch,
             rope,
-            self._plan,
+            plan,
             backend.workspace,
             pool.shape.window(layer),
             self.order,
             out,
         )
         return out
+
+    def _cut(self, group: int) -> Plan:
+        """The pass into programs, with `group` query heads for each KV head."""
+        backend, batch = self.backend, self.batch
+        pool = backend.pool
+        return make_plan(
+            backend.layout,
+            pool.k.dtype,
+            group,
+            batch.prefix_lens.shape[0],
+            batch.num_new,
+            self.tree,
+            backend.splits or most_splits(pool.shape, group),
+            backend.programs_for(batch.mode),
+            backend.workspace,
+            batch.max_kv_len,
+            shared_bytes(pool.k.device),
+        )

@@ -160,6 +160,14 @@ def _largest_tile(values: int) -> int:
     return 64 if values <= 128 else 32
 
 
+def _latent_bytes(tile: int, keys: int) -> int:
+    """Of shared memory, for a tile of latents in 16 bits and one block of keys, about.
+
+    Where it may hold two blocks beside 64 rows, as on Hopper, it has much more.
+    """
+    return keys * (2 * (LATENT_SPLIT + tile) + tile)
+
+
 def _at_once(requests: int, tiles: int, room: int, unit: int) -> tuple[int, int] | None:
     """Requests and tiles of each in a launch, alike in all launches about; None: no room.
 
@@ -209,20 +217,24 @@ def make_plan(
     programs: int,
     workspace: Workspace,
     longest: int,
+    shared: int,
 ) -> Plan:
     """The plan of a pass: `num_new` rows of `group` query heads for each request and KV head.
 
-    `dtype` is the pool's, `splits` the most of a row; `programs` fill the device. Requests have
-    `longest` positions at most.
+    `dtype` is the pool's, `splits` the most of a row; `programs` fill the device, each of which may
+    take `shared` bytes of a multiprocessor's memory. Requests have `longest` positions at most.
     """
     sizes, heads, rows = layout.constants, layout.shape.num_kv_heads, num_new * group
     narrow = dtype.itemsize == 2
     keys, values = sizes["SIZE_A"] + sizes["SIZE_B"], sizes["SIZE_V"]
     # float32 sums over keys follow the tile's shape, so there is one; tensor cores' do not
+    tall = narrow and layout.shape.latent and values > 128  # of these tiles lie either way
     largest = _largest_tile(values) if narrow else 16
+    tight = tall and shared < _latent_bytes(32, keys)
+    if tight:
+        largest = 16
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
     few = rows <= 64 and 16 * requests * heads <= programs
-    tall = narrow and layout.shape.latent and values > 128  # of these tiles lie either way
     across = narrow and not layout.shape.latent and values > NARROW
     if tile == 64 and longest <= SHORT and (few or tree == RANKS):
         tile = 32  # with programs for nodes beside them, of which two fit on a multiprocessor
@@ -241,7 +253,8 @@ def make_plan(
         return tiles, max(1, min(most + 1, parts)), *each
 
     tiles, parts, *at_once = cut(tile)
-    if tall and tile == 32 and rows > 32 and min(parts, cut(64)[1]) > 1 and tree != RANKS:
+    wide = tall and tile == 32 and rows > 32 and tree != RANKS
+    if wide and min(parts, cut(64)[1]) > 1 and shared >= _latent_bytes(64, keys):
         across, tile = True, 64
         tiles, parts, *at_once = cut(tile)
     least = LATENT_SPLIT if layout.shape.latent else 128
@@ -268,7 +281,7 @@ def make_plan(
         requests_at_once=at_once[0],
         tiles_at_once=at_once[1],
         num_warps=8 if not narrow or values > 128 or (tile == 64 and not across) else 4,
-        num_stages=_stages(read, block, crowded),
+        num_stages=2 if tight else _stages(read, block, crowded),
         across=across,
         asks_first=tall,
         write=num_new <= MAX_NODES,

@@ -6,6 +6,7 @@ runs their torch references. Nothing here knows an operation.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "pass_turn",
     "prefetch",
     "runs_kernels",
+    "shared_bytes",
     "take_turn",
     "tl",
     "triton",
@@ -106,6 +108,19 @@ def turns(x: torch.Tensor) -> dict[str, bool]:
     """Arguments of a launch on x's device, for a kernel that takes its turn by `EARLY`."""
     early = EARLY and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+SHARED_BYTES = 227 * 2**10
+"""Shared memory of a program of an H200: what constants of plans were chosen for."""
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program on `device` may take; an H200's where it is no GPU."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def warpgroups(x: torch.Tensor) -> bool:

@@ -16,7 +16,15 @@ import math
 
 import torch
 
-from eyas.kernels.lang import block_of, take_turn, tl, triton, turns, warps_of
+from eyas.kernels.lang import (
+    block_of,
+    shared_bytes,
+    take_turn,
+    tl,
+    triton,
+    turns,
+    warps_of,
+)
 from eyas.kernels.norm import Norm, norm_weight, normed_row
 from eyas.kernels.skinny_triton import Plan, ask, lines
 from eyas.kernels.terms import summed
@@ -293,7 +301,7 @@ def run(
         OUTPUTS=plan.outputs,
         DEPTH=plan.depth,
         num_warps=plan.warps,
-        num_stages=plan.stages,
+        num_stages=plan.stages_in(shared_bytes(planes.device), 2 * rows, 1),
         **turns(planes),
     )
     return out

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eyas.kernels.lang import prefetch, tl, triton, turns
+from eyas.kernels.lang import prefetch, shared_bytes, tl, triton, turns
 
 ROWS = (16, 32, 64, 128, 256)
 """Token rows of a program's product: the least that holds them all, else the plan's most."""
@@ -44,6 +44,14 @@ class Plan:
     """Token rows of a program at most."""
     ahead: int = 0
     """Bytes of every weight row that a kernel launched early brings into the L2 cache first."""
+
+    def stages_in(self, shared: int, rows: int, width: int) -> int:
+        """Stages for which `shared` bytes have room, with `rows` token rows of `width` bytes each.
+
+        A tile that is on its way has a place of its own; the one in use has been one of them.
+        """
+        tile = self.groups * self.depth * (self.outputs + rows) * width
+        return max(2, min(self.stages, shared // tile + 1))
 
 
 @triton.jit
@@ -262,7 +270,7 @@ def run(
         OUTPUTS=plan.outputs,
         DEPTH=plan.depth,
         num_warps=plan.warps,
-        num_stages=plan.stages,
+        num_stages=plan.stages_in(shared_bytes(x.device), rows, x.element_size()),
         **turns(x),
     )
     return out
