@@ -38,7 +38,7 @@ from eyas.kernels.splits import attention_merge_kernel
 from eyas.model_config import AttentionShape
 from tests.kernels.running import HOPPER, SHARED
 
-FOLDED_BYTES, ENDED_BYTES = 192, 32
+FOLDED_BYTES, ENDED_BYTES = 192, 48
 """Of a thread whose rows lie across, what may wait in memory: where one program folds all splits,
 whose sums do not fit in registers beside those of the split at hand, or where sums are latents' and
 take half of all registers; and where a split ends."""
