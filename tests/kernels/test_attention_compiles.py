@@ -38,10 +38,10 @@ from eyas.kernels.splits import attention_merge_kernel
 from eyas.model_config import AttentionShape
 from tests.kernels.running import HOPPER, SHARED
 
-FOLDED_BYTES, ENDED_BYTES = 192, 48
+FOLDED_BYTES, ENDED_BYTES, TALL_BYTES = 192, 32, 136
 """Of a thread whose rows lie across, what may wait in memory: where one program folds all splits,
-whose sums do not fit in registers beside those of the split at hand, or where sums are latents' and
-take half of all registers; and where a split ends."""
+whose sums do not fit in registers beside those of the split at hand; where a split ends; and where
+sums are latents', which take half of all registers."""
 ALIGNED = ("q_stride", "k_new_stride", "v_new_stride", "rope_stride", "columns")
 
 
@@ -211,7 +211,9 @@ def test_kernel_suits_an_h200(name: str) -> None:
     """Fault: a kernel that only the interpreter takes, that spills, or whose loads wait in turn."""
     model, requests, num_new, tree = CASES[name]
     built = build(MODELS[model], requests, num_new, tree)
-    most = FOLDED_BYTES if built.plan.parts == 1 or built.plan.asks_first else ENDED_BYTES
+    most = FOLDED_BYTES if built.plan.parts == 1 else ENDED_BYTES
+    if built.plan.asks_first:
+        most = TALL_BYTES
     assert built.spilled <= most * built.plan.across, f"{built.spilled} bytes spilled"
     assert built.shared <= SHARED_BYTES, f"{built.shared} bytes of shared memory"
     assert built.waits <= built.products / 2, "each product of a tensor core is waited for"

@@ -86,6 +86,8 @@ MANY, FAST = {"programs": 12}, {"deterministic": False}
 ROOM = {"workspace_bytes": 2**25}
 MORE = {"programs": 16} | ROOM
 """So that programs share the keys of 64 rows of `LONG_LATENT`, which lie across then."""
+ENGINES = {"programs": 264, "workspace_bytes": 2**28}
+"""What an engine has of them for latents on an H200."""
 SMALL = [
     Pass(case=Case(rope_dim=16), prefixes=[0, 37, 200]),
     Pass(case=Case(group=3, page_size=1), prefixes=[37, 300], count=4, options=MANY),
@@ -151,13 +153,15 @@ def grid(name: str) -> Iterator[Pass]:
     elif name == "latent":
         for count, tree in ((1, False), (4, False), (16, False), (16, True)):
             yield Pass(case=case, prefixes=MIXED, count=count, tree=tree)
-        yield Pass(case=case, prefixes=[32_000], count=4)
+            yield Pass(case=case, prefixes=MIXED, count=count, tree=tree, options=ENGINES)
+        yield Pass(case=case, prefixes=MIXED, count=16, tree=True, options=ENGINES | FAST)
+        for prefix in (32_000, 60_000):
+            yield Pass(case=case, prefixes=[prefix], count=4, options=ENGINES)
         for group in (64, 128):
             yield Pass(case=replace(case, group=group), prefixes=[3000], count=2)
-        many = {"programs": 264, "workspace_bytes": 2**27}
         for tree in (False, True):
             yield Pass(
-                case=replace(case, group=128), prefixes=[3000], count=16, tree=tree, options=many
+                case=replace(case, group=128), prefixes=[3000], count=16, tree=tree, options=ENGINES
             )
         yield Pass(case=case, prefixes=[0, 1000], count=300)
         yield Pass(case=replace(case, dtype=torch.float32), prefixes=[300], count=4)
@@ -181,7 +185,9 @@ def alone(case: Case, sequence: Sequence, start: int, count: int, **options: Any
     return torch.stack(rows)
 
 
-def check_company(case: Case, start: int, counts: tuple[int, ...], **given: Any) -> None:
+def check_company(
+    case: Case, start: int, counts: tuple[int, ...], programs: int = 0, **given: Any
+) -> None:
     """The rows of one pass have the bits each has alone, however the pass is run."""
     most = max(counts)
     sequence, other = Sequence.random(case, start + most, 0), Sequence.random(case, 140 + most, 1)
@@ -190,7 +196,7 @@ def check_company(case: Case, start: int, counts: tuple[int, ...], **given: Any)
         mine = Tail(sequence=sequence, prefix=start, index=list(range(start, start + count)))
         chained = replace(mine, bits=[(2 << n) - 1 for n in range(count)])
         beside = Tail(sequence=other, prefix=140, index=list(range(140, 140 + count)))
-        many = given | {"programs": (16 if case.latent else 8) * case.kv_heads}
+        many = given | {"programs": programs or (16 if case.latent else 8) * case.kv_heads}
         runs = {
             "alone": by_kernel(case, [mine], **many)[0][0],
             "folded": by_kernel(case, [mine], programs=1, **given)[0][0],
@@ -291,13 +297,25 @@ def run_bits_small() -> None:
     check_launches(Pass(case=two, prefixes=[300, 5, 140, 150], count=2), 3, 2)
 
 
-@pytest.mark.parametrize(("count", "across"), [(1, False), (5, True)])
-def test_latents_are_run_either_way(count: int, across: bool) -> None:
-    """Fault: what the interpreter runs is no longer planned across, so that only GPUs would."""
-    space = Workspace.of(ROOM["workspace_bytes"], torch.device("meta"))
-    run = Pass(case=LONG_LATENT, prefixes=[140], count=count)
-    splits = most_splits(run.case.shape, run.case.group)
-    assert plan_of(run, splits, MORE["programs"], space).across is across
+@pytest.mark.parametrize(
+    ("case", "prefixes", "count", "given", "across"),
+    [
+        (LONG_LATENT, [140], 1, MORE, False),
+        (LONG_LATENT, [140], 5, MORE, True),
+        (MODELS["latent"], [1022], 1, ENGINES, False),
+        (MODELS["latent"], [1022], 16, ENGINES, True),
+        (MODELS["latent"], [6141], 4, ENGINES, True),
+        (MODELS["latent"], MIXED, 4, ENGINES, True),
+    ],
+)
+def test_latents_are_run_either_way(
+    case: Case, prefixes: list[int], count: int, given: dict[str, int], across: bool
+) -> None:
+    """Fault: what the interpreter and GPUs run here is no longer planned both ways."""
+    space = Workspace.of(given["workspace_bytes"], torch.device("meta"))
+    run = Pass(case=replace(case, dtype=torch.bfloat16), prefixes=prefixes, count=count)
+    splits = most_splits(case.shape, case.group)
+    assert plan_of(run, splits, given["programs"], space).across is across
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
@@ -326,7 +344,7 @@ def test_rows_keep_their_bits(name: str) -> None:
     grows = splits * (32 if case.latent else 128)  # splits double here
     many = [splits // 2 * HALF.value - 3] * case.latent  # and here there may be more of them
     for start in (3, 120, 1022, grows - 3, *many):
-        check_company(case, start, (4, 16))
+        check_company(case, start, (4, 16), **(ENGINES if case.latent else {}))
     check_path(case, 1000, 16)
     check_path(case, grows - 2, 60)
 

@@ -225,26 +225,24 @@ def make_plan(
     take `shared` bytes of a multiprocessor's memory. Requests have `longest` positions at most.
     """
     sizes, heads, rows = layout.constants, layout.shape.num_kv_heads, num_new * group
-    narrow = dtype.itemsize == 2
+    narrow, latent = dtype.itemsize == 2, layout.shape.latent
     keys, values = sizes["SIZE_A"] + sizes["SIZE_B"], sizes["SIZE_V"]
-    # float32 sums over keys follow the tile's shape, so there is one; tensor cores' do not
-    tall = narrow and layout.shape.latent and values > 128  # of these tiles lie either way
-    largest = _largest_tile(values) if narrow else 16
+    tall = narrow and latent and values > 128  # of these tiles lie either way
     tight = tall and shared < _latent_bytes(32, keys)
-    if tight:
-        largest = 16
+    # float32 sums over keys follow the tile's shape, so there is one; tensor cores' do not
+    largest = _largest_tile(values) if narrow and not tight else 16
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
     few = rows <= 64 and 16 * requests * heads <= programs
-    across = narrow and not layout.shape.latent and values > NARROW
+    across = narrow and not latent and values > NARROW
     if tile == 64 and longest <= SHORT and (few or tree == RANKS):
         tile = 32  # with programs for nodes beside them, of which two fit on a multiprocessor
-    if narrow and layout.shape.latent and tree != RANKS:
+    if narrow and latent and tree != RANKS:
         units = min(splits, -(-longest // LATENT_SPLIT))
         fits = (n for n in (16, 32) if requests * -(-rows // n) * units <= programs // 2)
         tile = min(tile, next(fits, tile))  # rows of few keys have a multiprocessor a tile and unit
     slots, room = (splits + SPARE_SLOTS) * values, workspace.sums.numel()
-    long = not layout.shape.latent or longest > splits // 2 * HALF_SPLITS
-    most = splits if long else splits // 2  # programs without keys cost the others a little
+    short = latent and longest <= splits // 2 * HALF_SPLITS
+    most = splits // 2 if short else splits  # programs without keys cost the others a little
 
     def cut(tile: int) -> tuple[int, ...]:
         tiles, at_once = -(-rows // tile), min(room // (slots * tile), MAX_TILES)
@@ -253,11 +251,11 @@ def make_plan(
         return tiles, max(1, min(most + 1, parts)), *each
 
     tiles, parts, *at_once = cut(tile)
-    wide = tall and tile == 32 and rows > 32 and tree != RANKS
-    if wide and min(parts, cut(64)[1]) > 1 and shared >= _latent_bytes(64, keys):
-        across, tile = True, 64
-        tiles, parts, *at_once = cut(tile)
-    least = LATENT_SPLIT if layout.shape.latent else 128
+    if tall and tile == 32 and rows > 32 and tree != RANKS and shared >= _latent_bytes(64, keys):
+        wide = cut(64)
+        if min(parts, wide[1]) > 1:  # one alone folds, and has no registers for sums twice
+            across, tile, (tiles, parts, *at_once) = True, 64, wide
+    least = LATENT_SPLIT if latent else 128
     block = least if narrow and keys <= 64 else 64  # in one split
     if parts == 1 and block == 128 and tile == 64:  # twice the sums do not fit in registers
         tile, tiles = 32, -(-rows // 32)
@@ -267,9 +265,9 @@ def make_plan(
     crowded = in_tree or (across and 2 * launched > programs)
     merge = tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS
     behind, sums = parts > 1 and not merge, launched // parts * tile * values
-    abreast = layout.shape.latent and tree != RANKS and sums <= MERGED_ABREAST * programs
+    abreast = latent and tree != RANKS and sums <= MERGED_ABREAST * programs
     few_merges = across and sums <= MERGED_SUMS * FEW_MERGES
-    read = block * (keys + (0 if layout.shape.latent else values)) * dtype.itemsize
+    read = block * (keys + (0 if latent else values)) * dtype.itemsize
     return Plan(
         tree=tree,
         tile=tile,

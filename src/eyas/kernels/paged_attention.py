@@ -220,9 +220,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                     total_top, total_mass, total, places, used, columns, SIZE_V, R, FOLD, AXIS,
                 )  # fmt: skip
             score = tl.where(seen(kv, low, end, bits, prefix, TREE == 1, AXIS), score, HIDDEN)
-        if not ASKS_FIRST:  # noqa: SIM114 - a branch is compiled for what may be otherwise
-            top, mass, acc = absorb(score, v, factor, top, mass, acc, AXIS)
-        elif stop > lo:  # always; what stands in a branch comes behind the next block's loads
+        if (not ASKS_FIRST) | (stop > lo):  # always; a branch comes behind the next block's loads
             top, mass, acc = absorb(score, v, factor, top, mass, acc, AXIS)
     finished, now, wide = True, whole(mass, AXIS), tl.num_programs(1) * GROUP * WIDE
     out_ptr += row0 * wide + head * GROUP * WIDE
