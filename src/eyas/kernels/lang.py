@@ -92,16 +92,23 @@ def pass_turn(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def prefetch(address, size):  # type: ignore[no-untyped-def]
-    """Bring `size` bytes at each int64 `address` into the L2 cache; both are multiples of 16."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [address, address.to(tl.int32) * 0 + size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def prefetch(address, size, LINES: tl.constexpr = 8):  # type: ignore[no-untyped-def]
+    """Bring `size` bytes, one at least, at each int64 `address` [N] into the L2 cache.
+
+    A thread asks for lines of 128 bytes, LINES of an address together. Bulk requests would be
+    fewer, but each has its operands from registers that a warp has once: 32 threads would ask in
+    turn, and every warp for all there is.
+    """
+    for first in range(0, size, 128 * LINES):
+        inside = tl.minimum(first + tl.arange(0, LINES) * 128, size - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [address[:, None] + inside[None, :]],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 def turns(x: torch.Tensor) -> dict[str, bool]:

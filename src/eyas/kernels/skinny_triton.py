@@ -70,7 +70,7 @@ def ask(  # type: ignore[no-untyped-def]
 ):
     """Bring the first bytes, `most` at most, of every weight row's stretch into the L2 cache."""
     width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-    size = tl.minimum((end - start) * width, most) // 16 * 16
+    size = tl.minimum((end - start) * width, most)
     where = (w_ptr + line * inner + start).to(tl.int64)
     prefetch(where, size)
 
