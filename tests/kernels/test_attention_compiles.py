@@ -23,7 +23,6 @@ from eyas.kernels import paged_attention as module
 from eyas.kernels.attention_plan import (
     CAUSAL,
     MASKED,
-    MERGED_ABREAST,
     RANKS,
     SHORT,
     Plan,
@@ -290,7 +289,8 @@ def test_a_merge_asks_for_many_splits_at_once(name: str, num_new: int) -> None:
     layout = Layout(shape=model.shape, page_size=16)
     given = module.constants(layout, plan, model.heads // model.kv_heads, 64, 0)
     names = attention_merge_kernel.arg_names
-    chosen = {"CHUNK": MERGED_ABREAST // plan.tile, "COLUMNS": plan.columns, "EARLY": True}
+    chunk, rows = module.merged_by(layout, plan)
+    chosen = {"CHUNK": chunk, "ROWS": rows, "COLUMNS": plan.columns, "EARLY": True}
     constants = {name: value for name, value in given.items() if name in names} | chosen
     source = ASTSource(fn=attention_merge_kernel, **arguments(names, constants))
     options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}

@@ -49,6 +49,8 @@ from eyas.kernels.kv_write import (
 from eyas.kernels.lang import await_turn, pass_turn, tl, triton, turns, warpgroups
 from eyas.kernels.splits import (
     FLOOR,
+    LAST_PIECE,
+    PIECE,
     SPARE,
     attention_merge_kernel,
     extent,
@@ -116,7 +118,7 @@ def _end_split(  # type: ignore[no-untyped-def]
         total_top, total_mass, total = fold(total_top, total_mass, total, top, now, acc, done, AXIS)
     else:
         slot = start - 1 - slot0 >> fine
-        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
+        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS, PIECE)
     top = tl.where(done, FLOOR, top)  # so what sums hold will weigh nothing
     return top, total_top, total_mass, total
 
@@ -229,7 +231,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     elif (not MERGE) | (expected > 1) | (hi - lo > 1 << fine):
         pass_turn(EARLY & SOON)  # else a program's end does, or it has been done
         finished, slot = False, hi - 1 - slot0 >> fine
-        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
+        put(
+            sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS,
+            LAST_PIECE,
+        )  # fmt: skip
         if is_last(count_ptr + group * tiles + tile, expected) if MERGE else False:
             last_of_tile(
                 out_ptr, sum_ptr, stat_ptr, bits_ptr + row0, first_row, last_row,
@@ -354,10 +359,10 @@ def _merge(
     out: torch.Tensor,
 ) -> None:
     """Fold what the programs of a launch left for each other."""
-    size = layout.constants["SIZE_V"]
-    chunk = min(size, (MERGED_ABREAST if plan.abreast else MERGED_SUMS) // plan.tile)
-    names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST", "SOON")
-    attention_merge_kernel[(size // chunk, launch.tiles, launch.requests * heads)](
+    chunk, rows = merged_by(layout, plan)
+    tiles = layout.constants["SIZE_V"] // chunk, launch.tiles * plan.tile // rows
+    names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST", "SOON", "AXIS")
+    attention_merge_kernel[(*tiles, launch.requests * heads)](
         out,
         workspace.sums,
         workspace.stats,
@@ -368,13 +373,23 @@ def _merge(
         plan.columns,
         heads,
         launch.first_request,
-        launch.first_tile,
+        launch.first_tile * plan.tile,
+        ROWS=rows,
         CHUNK=chunk,
         COLUMNS=plan.columns * plan.abreast,
         enable_fp_fusion=False,
         **{name: compiled[name] for name in names},
         **turns(out),
     )
+
+
+def merged_by(layout: Layout, plan: Plan) -> tuple[int, int]:
+    """Numbers and columns of a program of the merge: of what lies side by side many."""
+    sums = MERGED_ABREAST if plan.abreast else MERGED_SUMS
+    if plan.across:
+        chunk = min(layout.constants["SIZE_V"], sums // 4)
+        return chunk, min(sums // chunk, plan.tile)
+    return min(layout.constants["SIZE_V"], sums // plan.tile), plan.tile
 
 
 def cost(layout: Layout, batch: ForwardBatch, num_heads: int, element: int) -> tuple[int, int]:

@@ -6,8 +6,9 @@ how many programs share the work, nor on the other rows, requests and nodes of t
 float32 [D, R] or, with AXIS 1, [R, D] (`eyas.kernels.attention_block`); statistics are a row's
 largest scaled score and the mass of its weights.
 
-Split sums lie in a workspace: [requests * KV heads, SPLITS + SPARE, D, columns], statistics with 2
-in place of D, where columns are a head's rows, all those of one launch. Rows of a tile may differ
+Split sums lie in a workspace: [requests * KV heads, SPLITS + SPARE, D, columns], or with AXIS 1
+[.., columns, D], as threads have them; statistics are [.., 2, columns]. Columns are a head's rows,
+all those of one launch. Rows of a tile may differ
 in the length of their splits; a slot then is a run of the shortest length, and a longer split lies
 where it ends. FlashDecoding merges alike (crfm.stanford.edu, 2023-10-12), with splits that depend
 on the batch.
@@ -25,8 +26,8 @@ ABREAST, FEW = tl.constexpr(24), tl.constexpr(8)
 SPARE, LATENT, HALF = (tl.constexpr(n) for n in (SPARE_SLOTS, LATENT_SPLIT, HALF_SPLITS))
 TOGETHER = tl.constexpr(16)
 """Numbers side by side of which a row that is there several times keeps all or none."""
-PIECE = tl.constexpr(32)
-"""Sums of a row that are stored at once."""
+PIECE, LAST_PIECE = tl.constexpr(32), tl.constexpr(512)
+"""Sums of a row that are stored at once: while keys are on their way, and behind the last ones."""
 FLOOR = tl.constexpr(-1e20)
 """Statistic of a row that has seen nothing; hidden scores lie far below it."""
 
@@ -187,16 +188,29 @@ def part_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def sum_places(  # type: ignore[no-untyped-def]
+    slot, dims, columns_of, columns, SIZE: tl.constexpr, AXIS: tl.constexpr
+):  # fmt: skip
+    """Where numbers `dims` of columns lie: those of a column side by side with AXIS 1."""
+    if AXIS == 1:
+        return (slot * columns + columns_of) * SIZE + dims
+    return (slot * SIZE + dims) * columns + columns_of
+
+
+@triton.jit
 def put(  # type: ignore[no-untyped-def]
     sum_ptr, stat_ptr, top, mass, acc, slot, places, used, columns, SIZE: tl.constexpr,
-    R: tl.constexpr, AXIS: tl.constexpr,
+    R: tl.constexpr, AXIS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Store the used columns of a slot, in pieces: on their way they stand in shared memory."""
+    """Store the used columns of a slot, PIECE numbers of each at once.
+
+    On their way they stand in shared memory, where there may be little room.
+    """
     many: tl.constexpr = used.shape[0]
     pieces: tl.constexpr = max(1, SIZE * R // many // PIECE) if AXIS == 1 else 1
     for piece in tl.static_range(pieces):
         dims = part_of(SIZE, R, many, AXIS, piece, pieces)
-        place = (slot * SIZE + dims) * columns + tl.expand_dims(places, AXIS)
+        place = sum_places(slot, dims, tl.expand_dims(places, AXIS), columns, SIZE, AXIS)
         part = parted(acc, R, AXIS, piece, pieces)
         tl.store(sum_ptr + place, part, tl.expand_dims(used, AXIS))
     first = used & (tl.arange(0, many) < R)
@@ -206,7 +220,8 @@ def put(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def merged(  # type: ignore[no-untyped-def]
-    sum_ptr, stat_ptr, start, fine, end, shift, places, dims, columns, SIZE: tl.constexpr
+    sum_ptr, stat_ptr, start, fine, end, shift, places, dims, columns, SIZE: tl.constexpr,
+    AXIS: tl.constexpr,
 ):  # fmt: skip
     """Splits of the columns `places` folded in order: mass [R] and sums [D, R] of `dims`.
 
@@ -219,7 +234,7 @@ def merged(  # type: ignore[no-untyped-def]
         at = stat_ptr + slot * 2 * columns + places
         more_top = tl.load(at, cache_modifier=".cg")
         more_mass = tl.load(at + columns, cache_modifier=".cg")
-        place = (slot * SIZE + dims)[:, None] * columns + places[None, :]
+        place = sum_places(slot, dims[:, None], places[None, :], columns, SIZE, AXIS)
         more = tl.load(sum_ptr + place, cache_modifier=".cg")
         begin = start + (slot << fine)
         counts = splits_end(begin + (1 << fine), end, shift) & (begin < end)
@@ -255,7 +270,7 @@ def fold_slots(  # type: ignore[no-untyped-def]
 @triton.jit
 def merged_abreast(  # type: ignore[no-untyped-def]
     sum_ptr, stat_ptr, start, fine, end, shift, places, dims, SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
     """What `merged` does, mass as [D, R], by threads of few sums and many registers.
 
@@ -264,7 +279,8 @@ def merged_abreast(  # type: ignore[no-untyped-def]
     """
     slots, dims, places = ((tl.max(end, 0) - 1 - start) >> fine) + 1, dims[:, None], places[None, :]
     end, shift = dims * 0 + end[None, :], dims * 0 + shift[None, :]
-    sum_at, stat_at = sum_ptr + dims * COLUMNS + places, stat_ptr + dims * 0 + places
+    sum_at = sum_ptr + sum_places(0, dims, places, COLUMNS, SIZE, AXIS)
+    stat_at = stat_ptr + dims * 0 + places
     top = tl.full([dims.shape[0], places.shape[1]], FLOOR, tl.float32)
     mass = tl.zeros([dims.shape[0], places.shape[1]], tl.float32)
     acc, many = mass, slots // ABREAST * ABREAST
@@ -320,20 +336,23 @@ def last_of_tile(  # type: ignore[no-untyped-def]
         prefix, node, bits_ptr, num_new, tail_offset, TREE, WINDOW, SPLITS, LEAST
     )
     mass, acc = merged(
-        sum_ptr, stat_ptr, start, fine, end, shift, rows - before, dims, columns, SIZE
+        sum_ptr, stat_ptr, start, fine, end, shift, rows - before, dims, columns, SIZE, 0
     )
     give(out_ptr, mass, acc, node * wide + rows % GROUP * WIDE, used, dims[:, None], WIDE, 0)
 
 
-@triton.jit(do_not_specialize=["num_new", "tail_offset", "first_request", "first_tile"])
+@triton.jit(do_not_specialize=["num_new", "tail_offset", "first_request", "first_row"])
 def attention_merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, sum_ptr, stat_ptr, prefix_ptr, bits_ptr, num_new, tail_offset, columns, heads,
-    first_request, first_tile,
+    first_request, first_row,
     GROUP: tl.constexpr, WIDE: tl.constexpr, SIZE_V: tl.constexpr, R: tl.constexpr,
-    CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, SOON: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    LEAST: tl.constexpr, SOON: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk of dims, tile of R rows, request and KV head): merge what programs put.
+    """Program (chunk of dims, ROWS columns, request and KV head): merge what programs put.
+
+    R are the rows of the tiles that were put.
 
     COLUMNS are `columns`, where a program has so few sums that it asks for many splits at once, or
     0. If SOON says that the attention's end lets programs come, they first work out what to do:
@@ -341,19 +360,25 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     """
     take_turn(EARLY & (not SOON))
     dims = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    places = tl.program_id(1) * R + tl.arange(0, R)
-    rows = first_tile * R + places
+    places = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     pair = tl.program_id(2).to(tl.int64)
     request, head = first_request + pair // heads, pair % heads
-    used = rows < num_new * GROUP
-    node = tl.minimum(rows, num_new * GROUP - 1) // GROUP
-    prefix = tl.load(prefix_ptr + request).to(tl.int32)
+    prefix, bits_ptr = tl.load(prefix_ptr + request).to(tl.int32), bits_ptr + request * num_new
+    most, rows = prefix + tail_offset + num_new, first_row + places
+    used, last = rows < num_new * GROUP, num_new * GROUP - 1
+    node = tl.minimum(rows, last) // GROUP
     low, end, shift, _ = extent(
-        prefix, node, bits_ptr + request * num_new, num_new, tail_offset,
-        TREE, WINDOW, SPLITS, LEAST,
-    )  # fmt: skip
-    most = prefix + tail_offset + num_new
-    fine, _, start = slots_of(low, shift, prefix, most, TREE, WINDOW, SPLITS, LEAST)
+        prefix, node, bits_ptr, num_new, tail_offset, TREE, WINDOW, SPLITS, LEAST
+    )
+    if ROWS < R:  # slots are the whole tile's
+        rest = first_row + tl.program_id(1) * ROWS // R * R + tl.arange(0, R)
+        low, _, all_shifts, _ = extent(
+            prefix, tl.minimum(rest, last) // GROUP, bits_ptr, num_new, tail_offset,
+            TREE, WINDOW, SPLITS, LEAST,
+        )  # fmt: skip
+    else:
+        all_shifts = shift
+    fine, _, start = slots_of(low, all_shifts, prefix, most, TREE, WINDOW, SPLITS, LEAST)
     before = pair * (SPLITS + SPARE) * columns
     sum_ptr, stat_ptr = sum_ptr + before * SIZE_V, stat_ptr + before * 2
     wide = heads * GROUP * WIDE
@@ -361,10 +386,10 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     take_turn(EARLY & SOON)
     if COLUMNS > 0:
         mass, acc = merged_abreast(
-            sum_ptr, stat_ptr, start, fine, end, shift, places, dims, SIZE_V, COLUMNS
+            sum_ptr, stat_ptr, start, fine, end, shift, places, dims, SIZE_V, COLUMNS, AXIS
         )
     else:
         mass, acc = merged(
-            sum_ptr, stat_ptr, start, fine, end, shift, places, dims, columns, SIZE_V
+            sum_ptr, stat_ptr, start, fine, end, shift, places, dims, columns, SIZE_V, AXIS
         )
     give(out_ptr + request * num_new * wide, mass, acc, place, used, dims[:, None], WIDE, 0)
