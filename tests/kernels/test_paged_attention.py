@@ -285,6 +285,7 @@ def run_bits_small() -> None:
     check_company(LATENT, 127, (2,))
     check_company(LONG, 253, (4,), splits=4)
     check_company(WIDE, 126, (4,))
+    check_company(WIDE, 510, (4,), splits=4)  # programs of a merge have rows of one length each
     check_company(LONG_LATENT, 62, (5,), **ROOM)
     check_company(two, 60, (18,))
     check_path(three, 123, 9)
