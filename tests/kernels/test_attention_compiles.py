@@ -306,6 +306,16 @@ def test_a_merge_asks_for_many_splits_at_once(name: str, num_new: int) -> None:
         assert sum(i > folded for i in loads) < len(loads) / 4, "loads behind the first fold"
 
 
+@pytest.mark.parametrize("name", ["decode", "latent", "latent verify"])
+def test_threads_ask_for_keys_side_by_side(name: str) -> None:
+    """Fault: requests whose operands a warp has once, issued thread by thread ahead of a turn."""
+    model, requests, num_new, tree = CASES[name]
+    built = build(MODELS[model], requests, num_new, tree)
+    turn = built.assembly.index("griddepcontrol.wait")
+    assert 0 < built.assembly.find("prefetch.global.L2") < turn, "keys are not asked for early"
+    assert "cp.async.bulk" not in built.assembly, "threads ask in turn"
+
+
 def report() -> None:
     """Print what each shape takes, pass by pass."""
     for name, model in MODELS.items():

@@ -49,8 +49,6 @@ from eyas.kernels.kv_write import (
 from eyas.kernels.lang import await_turn, pass_turn, tl, triton, turns, warpgroups
 from eyas.kernels.splits import (
     FLOOR,
-    LAST_PIECE,
-    PIECE,
     SPARE,
     attention_merge_kernel,
     extent,
@@ -118,7 +116,7 @@ def _end_split(  # type: ignore[no-untyped-def]
         total_top, total_mass, total = fold(total_top, total_mass, total, top, now, acc, done, AXIS)
     else:
         slot = start - 1 - slot0 >> fine
-        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS, PIECE)
+        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
     top = tl.where(done, FLOOR, top)  # so what sums hold will weigh nothing
     return top, total_top, total_mass, total
 
@@ -231,10 +229,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     elif (not MERGE) | (expected > 1) | (hi - lo > 1 << fine):
         pass_turn(EARLY & SOON)  # else a program's end does, or it has been done
         finished, slot = False, hi - 1 - slot0 >> fine
-        put(
-            sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS,
-            LAST_PIECE,
-        )  # fmt: skip
+        put(sum_ptr, stat_ptr, top, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
         if is_last(count_ptr + group * tiles + tile, expected) if MERGE else False:
             last_of_tile(
                 out_ptr, sum_ptr, stat_ptr, bits_ptr + row0, first_row, last_row,
@@ -385,11 +380,11 @@ def _merge(
 
 def merged_by(layout: Layout, plan: Plan) -> tuple[int, int]:
     """Numbers and columns of a program of the merge: of what lies side by side many."""
-    sums = MERGED_ABREAST if plan.abreast else MERGED_SUMS
-    if plan.across:
-        chunk = min(layout.constants["SIZE_V"], sums // 4)
-        return chunk, min(sums // chunk, plan.tile)
-    return min(layout.constants["SIZE_V"], sums // plan.tile), plan.tile
+    sums, size = MERGED_ABREAST if plan.abreast else MERGED_SUMS, layout.constants["SIZE_V"]
+    if not plan.across:
+        return min(size, sums // plan.tile), plan.tile
+    rows = 1 if plan.abreast else max(sums // size, 4)
+    return min(size, sums // rows), rows
 
 
 def cost(layout: Layout, batch: ForwardBatch, num_heads: int, element: int) -> tuple[int, int]:

@@ -26,8 +26,8 @@ ABREAST, FEW = tl.constexpr(24), tl.constexpr(8)
 SPARE, LATENT, HALF = (tl.constexpr(n) for n in (SPARE_SLOTS, LATENT_SPLIT, HALF_SPLITS))
 TOGETHER = tl.constexpr(16)
 """Numbers side by side of which a row that is there several times keeps all or none."""
-PIECE, LAST_PIECE = tl.constexpr(32), tl.constexpr(512)
-"""Sums of a row that are stored at once: while keys are on their way, and behind the last ones."""
+PIECE = tl.constexpr(32)
+"""Sums of a row that are stored at once."""
 FLOOR = tl.constexpr(-1e20)
 """Statistic of a row that has seen nothing; hidden scores lie far below it."""
 
@@ -200,11 +200,11 @@ def sum_places(  # type: ignore[no-untyped-def]
 @triton.jit
 def put(  # type: ignore[no-untyped-def]
     sum_ptr, stat_ptr, top, mass, acc, slot, places, used, columns, SIZE: tl.constexpr,
-    R: tl.constexpr, AXIS: tl.constexpr, PIECE: tl.constexpr,
+    R: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Store the used columns of a slot, PIECE numbers of each at once.
+    """Store the used columns of a slot, in pieces: on their way they stand in shared memory.
 
-    On their way they stand in shared memory, where there may be little room.
+    There may be little room, and large pieces wait for each other.
     """
     many: tl.constexpr = used.shape[0]
     pieces: tl.constexpr = max(1, SIZE * R // many // PIECE) if AXIS == 1 else 1
@@ -275,15 +275,21 @@ def merged_abreast(  # type: ignore[no-untyped-def]
     """What `merged` does, mass as [D, R], by threads of few sums and many registers.
 
     A thread folds what it loads, statistics too: none waits for another, and a round trip of loads
-    brings many splits.
+    brings many splits. With AXIS 1 there is one column, whose statistics are scalars.
     """
     slots, dims, places = ((tl.max(end, 0) - 1 - start) >> fine) + 1, dims[:, None], places[None, :]
-    end, shift = dims * 0 + end[None, :], dims * 0 + shift[None, :]
+    acc = tl.zeros([dims.shape[0], places.shape[1]], tl.float32)
     sum_at = sum_ptr + sum_places(0, dims, places, COLUMNS, SIZE, AXIS)
-    stat_at = stat_ptr + dims * 0 + places
-    top = tl.full([dims.shape[0], places.shape[1]], FLOOR, tl.float32)
-    mass = tl.zeros([dims.shape[0], places.shape[1]], tl.float32)
-    acc, many = mass, slots // ABREAST * ABREAST
+    if AXIS == 1:
+        end, shift = tl.max(end, 0), tl.max(shift, 0)
+        stat_at = stat_ptr + tl.max(tl.max(places, 1), 0)
+        mass = end.to(tl.float32) * 0.0
+        top = mass + FLOOR
+    else:
+        end, shift = dims * 0 + end[None, :], dims * 0 + shift[None, :]
+        stat_at = stat_ptr + dims * 0 + places
+        top, mass = acc + FLOOR, acc
+    many = slots // ABREAST * ABREAST
     for first in tl.range(0, many, ABREAST, num_stages=1):
         top, mass, acc = fold_slots(
             sum_at + first * SIZE * COLUMNS, stat_at + first * 2 * COLUMNS, top, mass, acc,
@@ -346,13 +352,11 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, sum_ptr, stat_ptr, prefix_ptr, bits_ptr, num_new, tail_offset, columns, heads,
     first_request, first_row,
     GROUP: tl.constexpr, WIDE: tl.constexpr, SIZE_V: tl.constexpr, R: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, SOON: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, SOON: tl.constexpr, COLUMNS: tl.constexpr,
+    AXIS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk of dims, ROWS columns, request and KV head): merge what programs put.
-
-    R are the rows of the tiles that were put.
+    """Program (chunk of dims, ROWS columns, request and KV head): merge what tiles of R rows put.
 
     COLUMNS are `columns`, where a program has so few sums that it asks for many splits at once, or
     0. If SOON says that the attention's end lets programs come, they first work out what to do:
