@@ -148,8 +148,12 @@ def test_kernel_equals_reference() -> None:
     [("both", "plain"), ("groups", "gated"), ("one program", "gated"), ("ahead", "plain")],
 )
 def test_compiles_for_hopper(name: str, way: str) -> None:
-    """Fault: a kernel that only the interpreter takes."""
-    compile_plan(WIDE[name], way)
+    """Fault: a kernel that only the interpreter takes; weights asked for thread by thread."""
+    assembly = compile_plan(WIDE[name], way).asm["ptx"]
+    if WIDE[name].ahead:
+        asked = assembly.find("prefetch.global.L2")
+        assert 0 < asked < assembly.index("griddepcontrol.wait"), "weights are not asked for early"
+        assert "cp.async.bulk" not in assembly, "threads ask in turn"
 
 
 @pytest.mark.parametrize(("shape", "gates"), [((6144, 4096), False), ((28672, 4096), True)])
