@@ -174,10 +174,10 @@ def ask_rows(  # type: ignore[no-untyped-def]
     kv = tl.maximum(tl.minimum(kv, most - 1), 0)
     page = tl.load(table_ptr + tl.minimum(kv // PAGE, table_width - 1))
     flat = page.to(tl.int64) * PAGE + kv % PAGE
-    few: tl.constexpr = 2 if DIM * BYTES <= 256 else 8
-    prefetch((k_ptr + flat * DIM).to(tl.int64), DIM * BYTES, few)
+    lines: tl.constexpr = 2 if DIM * BYTES <= 256 else 8
+    prefetch((k_ptr + flat * DIM).to(tl.int64), DIM * BYTES, lines)
     if not LATENT:
-        prefetch((v_ptr + flat * WIDE).to(tl.int64), WIDE * BYTES, few)
+        prefetch((v_ptr + flat * WIDE).to(tl.int64), WIDE * BYTES, lines)
 
 
 @triton.jit(do_not_specialize=PASS_VALUES)

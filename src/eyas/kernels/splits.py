@@ -8,10 +8,9 @@ largest scaled score and the mass of its weights.
 
 Split sums lie in a workspace: [requests * KV heads, SPLITS + SPARE, D, columns], or with AXIS 1
 [.., columns, D], as threads have them; statistics are [.., 2, columns]. Columns are a head's rows,
-all those of one launch. Rows of a tile may differ
-in the length of their splits; a slot then is a run of the shortest length, and a longer split lies
-where it ends. FlashDecoding merges alike (crfm.stanford.edu, 2023-10-12), with splits that depend
-on the batch.
+all those of one launch. Rows of a tile may differ in the length of their splits; a slot then is a
+run of the shortest length, and a longer split lies where it ends. FlashDecoding merges alike
+(crfm.stanford.edu, 2023-10-12), with splits that depend on the batch.
 """
 
 from __future__ import annotations
@@ -189,12 +188,12 @@ def part_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sum_places(  # type: ignore[no-untyped-def]
-    slot, dims, columns_of, columns, SIZE: tl.constexpr, AXIS: tl.constexpr
+    slot, dims, column, columns, SIZE: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
     """Where numbers `dims` of columns lie: those of a column side by side with AXIS 1."""
     if AXIS == 1:
-        return (slot * columns + columns_of) * SIZE + dims
-    return (slot * SIZE + dims) * columns + columns_of
+        return (slot * columns + column) * SIZE + dims
+    return (slot * SIZE + dims) * columns + column
 
 
 @triton.jit
