@@ -37,7 +37,7 @@ from eyas.kernels.splits import attention_merge_kernel
 from eyas.model_config import AttentionShape
 from tests.kernels.running import HOPPER, SHARED
 
-FOLDED_BYTES, ENDED_BYTES, TALL_BYTES = 192, 32, 136
+FOLDED_BYTES, ENDED_BYTES, TALL_BYTES = 192, 32, 64
 """Of a thread whose rows lie across, what may wait in memory: where one program folds all splits,
 whose sums do not fit in registers beside those of the split at hand; where a split ends; and where
 sums are latents', which take half of all registers."""
