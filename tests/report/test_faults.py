@@ -36,7 +36,7 @@ from tests.report.explaining.running import TEXT, explained, tiny_llm
 CHAIN = chain(3)
 Explained = Callable[[], dict[str, Any]]
 DRIFT = 0.1
-"""By how much plain steps of two runs may differ."""
+"""By how much plain steps and verify passes of two runs may differ."""
 
 
 def tiny() -> LLM:
@@ -64,18 +64,23 @@ def first(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, dict[str,
 
 
 def alike(before: Explained, after: Explained) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both records, taken while plain decoding, which no fault touches, was as fast in both.
+    """Both records, taken while what no fault touches was as fast: plain steps and verify.
 
     The test is skipped on a machine that is never so for long.
     """
     ratio = 0.0
     for _ in range(3):
         records = before(), after()
-        plain = [record["decode"]["cycle_ms"] for record in records]
-        ratio = plain[1] / plain[0]
+        ratios = [b / a for a, b in zip(*map(untouched, records), strict=True)]
+        ratio = max(ratios, key=lambda one: abs(one - 1))
         if abs(ratio - 1) < DRIFT:
             return records
-    pytest.skip(f"a busy machine: the plain steps of two runs stand {ratio:.2f} to 1")
+    pytest.skip(f"a busy machine: plain steps or verify of two runs stand {ratio:.2f} to 1")
+
+
+def untouched(record: dict[str, Any]) -> tuple[float, float]:
+    """Milliseconds of a plain step and of a verify pass."""
+    return record["decode"]["cycle_ms"], record["stages"]["verify"]["device_ms"]
 
 
 def test_a_host_that_sleeps_between_draft_and_verify() -> None:
