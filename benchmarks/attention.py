@@ -51,7 +51,7 @@ from eyas.model_config import AttentionShape
 CONTEXTS, BATCHES, NODES = (1024, 8192, 32768, 131072), (1, 8, 32), (1, 4, 8, 16)
 PAGE_SIZE = 16
 WARM_CONTEXT = 256
-"""Context at which kernels are compiled: none depends on it."""
+"""Context at which kernels are compiled; those of other plans are right before they are timed."""
 COLD_BYTES = 2**28
 """Keys of all layers together: several times the cache."""
 GOAL = 1.15
@@ -223,12 +223,15 @@ class Work:
 
 
 def standard(
-    names: list[str], batches: Sequence[int] = BATCHES, chains_only: bool = False
+    names: list[str],
+    batches: Sequence[int] = BATCHES,
+    chains_only: bool = False,
+    contexts: Sequence[int] = CONTEXTS,
 ) -> Iterator[Work]:
     """Decode and verify over contexts and batches, then trees and prefill."""
     for name in names:
         for requests in batches:
-            for context in CONTEXTS:
+            for context in contexts:
                 for num_new in NODES:
                     yield Work(model=name, requests=requests, context=context, num_new=num_new)
                 if context > 8192 or requests > 1 or chains_only:
@@ -398,12 +401,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["8B", "V2-Lite"])
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS))
     parser.add_argument("--chains", action="store_true", help="decode and verify alone")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--compile", type=int, help="compile this job's share and stop")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    usual = standard(options.models, options.batches, options.chains)
+    usual = standard(options.models, options.batches, options.chains, options.contexts)
     all_work = list(sweep(options.models) if options.sweep else usual)
     console = Console(width=150)
     if options.compile is None:

@@ -64,18 +64,22 @@ def first(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, dict[str,
 
 
 def alike(before: Explained, after: Explained) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both records, taken while what no fault touches was as fast: plain steps and verify.
+    """Both records, taken while plain decoding, which no fault touches, was as fast in both.
 
-    The test is skipped on a machine that is never so for long.
+    The test is skipped on a machine that is never so for long. Verify passes are not touched
+    either: records in which they were as fast too are preferred.
     """
-    ratio = 0.0
+    found, plain = None, 0.0
     for _ in range(3):
         records = before(), after()
-        ratios = [b / a for a, b in zip(*map(untouched, records), strict=True)]
-        ratio = max(ratios, key=lambda one: abs(one - 1))
-        if abs(ratio - 1) < DRIFT:
-            return records
-    pytest.skip(f"a busy machine: plain steps or verify of two runs stand {ratio:.2f} to 1")
+        plain, verify = (b / a for a, b in zip(*map(untouched, records), strict=True))
+        if abs(plain - 1) < DRIFT:
+            found = records
+            if abs(verify - 1) < DRIFT:
+                break
+    if found is None:
+        pytest.skip(f"a busy machine: the plain steps of two runs stand {plain:.2f} to 1")
+    return found
 
 
 def untouched(record: dict[str, Any]) -> tuple[float, float]:

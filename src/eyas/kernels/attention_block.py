@@ -5,8 +5,8 @@ the tile's rows its columns, so that sums are [D, R]. AXIS 1: the tile's rows ar
 product, `ROWS_OF_WARPS` of them, sums are [R, D]; what weighs values then never leaves its warp,
 and neither does a row's largest score. A row's arithmetic is the same in all tiles of one way. Of
 latents it is the same both ways: tensor cores give a number the same bits wherever it stands in a
-product, which is to be tried on a GPU (`tests/kernels/test_paged_attention.py` does), and masses
-are added in one order. Hence few rows of latents stand upright, and many lie across.
+product, and masses are added in one order. That holds on an H200, and is to be tried on other GPUs
+(`tests/kernels/test_paged_attention.py`). Hence few rows of latents stand upright, many lie across.
 Online softmax as in FlashAttention (arXiv 2205.14135). Nothing here knows splits or programs.
 """
 

@@ -234,7 +234,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             last_of_tile(
                 out_ptr, sum_ptr, stat_ptr, bits_ptr + row0, first_row, last_row,
                 first_tile * R, prefix, num_new, tail_offset, slot0, fine, columns, wide,
-                GROUP, R, WIDE, SIZE_V, TREE, WINDOW, SPLITS, LEAST,
+                GROUP, R, WIDE, SIZE_V, TREE, WINDOW, SPLITS, LEAST, AXIS,
             )  # fmt: skip
     if finished:
         place, dims = node * wide + rows % GROUP * WIDE, part_of(SIZE_V, R, high, AXIS)

@@ -280,6 +280,7 @@ def merged_abreast(  # type: ignore[no-untyped-def]
     acc = tl.zeros([dims.shape[0], places.shape[1]], tl.float32)
     sum_at = sum_ptr + sum_places(0, dims, places, COLUMNS, SIZE, AXIS)
     if AXIS == 1:
+        tl.static_assert(places.shape[1] == 1, "a program has one column")
         end, shift = tl.max(end, 0), tl.max(shift, 0)
         stat_at = stat_ptr + tl.max(tl.max(places, 1), 0)
         mass = end.to(tl.float32) * 0.0
@@ -333,6 +334,7 @@ def last_of_tile(  # type: ignore[no-untyped-def]
     start, fine, columns, wide,
     GROUP: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    AXIS: tl.constexpr,
 ):  # fmt: skip
     """Merge the R columns of a tile whose sums all stand; `before` is the row of column 0."""
     rows, dims = first_row + tl.arange(0, R), tl.arange(0, SIZE)
@@ -341,7 +343,7 @@ def last_of_tile(  # type: ignore[no-untyped-def]
         prefix, node, bits_ptr, num_new, tail_offset, TREE, WINDOW, SPLITS, LEAST
     )
     mass, acc = merged(
-        sum_ptr, stat_ptr, start, fine, end, shift, rows - before, dims, columns, SIZE, 0
+        sum_ptr, stat_ptr, start, fine, end, shift, rows - before, dims, columns, SIZE, AXIS
     )
     give(out_ptr, mass, acc, node * wide + rows % GROUP * WIDE, used, dims[:, None], WIDE, 0)
 
