@@ -61,3 +61,10 @@ def compiles(
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert not early or "griddepcontrol.wait" in compiled.asm["ptx"], "it does not take its turn"
     return compiled
+
+
+def assert_asked_early(assembly: str) -> None:
+    """Something is asked into the L2 cache ahead of the kernel's turn, by threads side by side."""
+    asked = assembly.find("prefetch.global.L2")
+    assert 0 < asked < assembly.index("griddepcontrol.wait"), "nothing is asked for early"
+    assert "cp.async.bulk" not in assembly, "threads ask in turn"

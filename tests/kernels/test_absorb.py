@@ -7,7 +7,7 @@ import torch
 
 from eyas.kernels import absorb as module
 from eyas.kernels.norm import Norm
-from tests.kernels.running import DEVICE, close, compiles, interpret, on_gpu
+from tests.kernels.running import DEVICE, assert_asked_early, close, compiles, interpret, on_gpu
 
 CASES = [(3, 16, 40, 8), (2, 160, 24, 0)]
 if DEVICE == "cuda":
@@ -101,12 +101,13 @@ def test_kernel_equals_reference() -> None:
 
 @pytest.mark.parametrize(("outputs", "tail", "keys"), [(64, 64, 1024), (32, 0, 0)])
 def test_compiles_for_hopper(outputs: int, tail: int, keys: int) -> None:
-    """Fault: a kernel that only the interpreter takes."""
+    """Faults: a kernel that only the interpreter takes; weights that wait for their turn."""
     names = module._absorb_kernel.arg_names
     types = {n: "*bf16" if n.endswith("_ptr") else "i32" for n in names if n.islower()}
     sizes = {"ROWS": module.ROWS, "OUTPUTS": outputs, "DEPTH": module.DEPTH}
     constants = {"EVEN": True, "TAIL": tail, "KEYS": keys} | sizes
-    compiles(module._absorb_kernel, types | {"eps": "fp32"}, constants)
+    assembly = compiles(module._absorb_kernel, types | {"eps": "fp32"}, constants).asm["ptx"]
+    assert_asked_early(assembly)
 
 
 if __name__ == "__main__":

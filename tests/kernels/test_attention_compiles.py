@@ -35,7 +35,7 @@ from eyas.kernels.kv_write import Layout
 from eyas.kernels.lang import SHARED_BYTES
 from eyas.kernels.splits import attention_merge_kernel
 from eyas.model_config import AttentionShape
-from tests.kernels.running import HOPPER, SHARED
+from tests.kernels.running import HOPPER, SHARED, assert_asked_early
 
 FOLDED_BYTES, ENDED_BYTES, TALL_BYTES = 192, 32, 64
 """Of a thread whose rows lie across, what may wait in memory: where one program folds all splits,
@@ -280,7 +280,10 @@ def test_two_programs_of_a_tree_share_a_multiprocessor(name: str, num_new: int) 
     assert 2 * threads * built.registers <= 2**16, f"{built.registers} registers"
 
 
-@pytest.mark.parametrize(("name", "num_new"), [("DeepSeek-V2-Lite", 1), ("DeepSeek-V2-Lite", 4)])
+@pytest.mark.parametrize(
+    ("name", "num_new"),
+    [*(("DeepSeek-V2-Lite", n) for n in (1, 4, 16)), ("Llama-3.1-8B", 1), ("Llama-3.1-8B", 16)],
+)
 def test_a_merge_asks_for_many_splits_at_once(name: str, num_new: int) -> None:
     """Fault: the assembler moves each load to where it serves, so that each is waited for."""
     model = MODELS[name]
@@ -293,17 +296,18 @@ def test_a_merge_asks_for_many_splits_at_once(name: str, num_new: int) -> None:
     chosen = {"CHUNK": chunk, "ROWS": rows, "COLUMNS": plan.columns, "EARLY": True}
     constants = {name: value for name, value in given.items() if name in names} | chosen
     source = ASTSource(fn=attention_merge_kernel, **arguments(names, constants))
-    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
+    warps = module.merge_warps(plan, chunk * rows)
+    options = {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": True}
     made = triton.compile(source, target=HOPPER, options=options)
     assert not usage(made.asm["cubin"])[1], "it spills"
     told, turn = (made.asm["ptx"].index(s) for s in ("ld.global", "griddepcontrol.wait"))
-    assert told < turn, "what to do is worked out in its turn"
+    assert (told < turn) is plan.soon, "what to do is worked out in its turn"
     loops = [steps for steps in loops_of(made.asm["cubin"]) if any("LDG" in s for s in steps)]
     assert len(loops) == 2, "whole groups of splits, and the rest"
     for steps in loops:
         loads = [i for i, step in enumerate(steps) if "LDG" in step]
         folded = next(i for i, step in enumerate(steps) if "EX2" in step)
-        assert sum(i > folded for i in loads) < len(loads) / 4, "loads behind the first fold"
+        assert sum(i > folded for i in loads) < len(loads) / 3, "loads behind the first fold"
 
 
 @pytest.mark.parametrize("name", ["decode", "latent", "latent verify"])
@@ -311,9 +315,7 @@ def test_threads_ask_for_keys_side_by_side(name: str) -> None:
     """Fault: requests whose operands a warp has once, issued thread by thread ahead of a turn."""
     model, requests, num_new, tree = CASES[name]
     built = build(MODELS[model], requests, num_new, tree)
-    turn = built.assembly.index("griddepcontrol.wait")
-    assert 0 < built.assembly.find("prefetch.global.L2") < turn, "keys are not asked for early"
-    assert "cp.async.bulk" not in built.assembly, "threads ask in turn"
+    assert_asked_early(built.assembly)
 
 
 def report() -> None:

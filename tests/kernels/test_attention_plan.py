@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from eyas.kernels.attention_plan import (
+    BRIEF,
     CAUSAL,
     MASKED,
     RANKS,
@@ -98,9 +99,15 @@ def test_many_latent_heads_fill_a_device(num_new: int) -> None:
         assert 100 <= programs <= PROGRAMS // 2, f"{programs} programs: {plan}"
 
 
+def test_many_requests_of_few_rows_ask_far_ahead() -> None:
+    """Fault: shorter pipelines than two programs on a multiprocessor have room for."""
+    assert plan_of("8B", 32, 4).num_stages == 5
+    assert plan_of("8B", 32, 16).num_stages == 3
+
+
 def test_short_trees_are_cut_in_two() -> None:
     """Faults: one program for 64 rows where two are through sooner; another arithmetic for it."""
-    short, long = (plan_of("8B", 1, 16, MASKED, longest=n) for n in (SHORT, SHORT + 1))
+    short, long = (plan_of("8B", 1, 16, RANKS, longest=n) for n in (SHORT, SHORT + 1))
     assert (short.tile, long.tile) == (32, 64)
     assert (short.block, short.splits, short.least) == (long.block, long.splits, long.least)
     assert short.parts > 1
@@ -133,13 +140,16 @@ def test_a_rows_arithmetic_is_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "requests", "num_new", "tree", "abreast", "soon"),
     [
-        ("8B", 1, 8, CAUSAL, False, True),
-        ("8B", 2, 4, CAUSAL, False, True),
-        ("8B", 4, 1, CAUSAL, False, False),
-        ("8B", 1, 16, CAUSAL, False, False),
+        ("8B", 1, 1, CAUSAL, True, True),
+        ("8B", 2, 16, CAUSAL, True, True),
+        ("8B", 8, 2, CAUSAL, True, True),
+        ("8B", 4, 4, CAUSAL, False, False),
+        ("8B", 4, 16, CAUSAL, False, False),
         ("8B", 1, 16, RANKS, False, False),
-        ("latent 16", 1, 8, CAUSAL, True, True),
-        ("latent 16", 8, 1, CAUSAL, True, True),
+        ("latent 16", 1, 1, CAUSAL, True, True),
+        ("latent 16", 1, 8, CAUSAL, True, False),
+        ("latent 16", 1, 16, CAUSAL, True, False),
+        ("latent 16", 8, 1, CAUSAL, True, False),
         ("latent 16", 8, 4, CAUSAL, False, False),
         ("latent 16", 1, 16, RANKS, False, False),
         ("small", 1, 16, RANKS, False, False),
@@ -151,6 +161,22 @@ def test_merges_come_as_was_measured(
     """Fault: many early merges, which made the 8B slower; many registers where many must run."""
     plan = plan_of(name, requests, num_new, tree)
     assert (plan.abreast, plan.soon) == (abreast, soon), plan
+
+
+def test_merges_of_few_keys_come_early() -> None:
+    """Fault: late merges of latents where attention is short, or early ones where it is long."""
+    assert plan_of("latent 16", 1, 16, longest=SHORT).soon
+    assert not plan_of("latent 16", 1, 16, longest=SHORT + 1).soon
+
+
+def test_one_request_has_rows_in_a_large_tile() -> None:
+    """Fault: copies of few rows, of which each keeps a part: 17 us instead of 15 at 8k (8B)."""
+    tiles = [plan_of("8B", 1, n, longest=BRIEF + 1).tile for n in (1, 4, 8, 16)]
+    assert tiles == [64] * 4
+    tiles = [plan_of("8B", 1, n, longest=BRIEF).tile for n in (1, 4, 8, 16)]
+    assert tiles == [16, 16, 64, 64]
+    assert plan_of("8B", 1, 1, longest=BRIEF).abreast and plan_of("8B", 1, 4, longest=BRIEF).soon
+    assert plan_of("8B", 8, 4).tile == 16, "many requests fill a device"
 
 
 def test_latent_rows_of_few_keys_have_a_multiprocessor_each() -> None:

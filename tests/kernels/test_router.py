@@ -15,7 +15,7 @@ from eyas.kernels.lang import INTERPRETED, block_of, tl
 from eyas.kernels.route import constants, route_reference
 from eyas.kernels.skinny import Counters
 from eyas.model_config import MoEConfig
-from tests.kernels.running import DEVICE, compiles, interpret, on_gpu
+from tests.kernels.running import DEVICE, assert_asked_early, compiles, interpret, on_gpu
 from tests.kernels.test_route import CASES
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -136,7 +136,7 @@ def test_kernel_equals_reference() -> None:
 @pytest.mark.parametrize("rows", [1, 4, 1000])
 @pytest.mark.parametrize("case", ["v2-lite", "v3"])
 def test_compiles_for_hopper(case: str, rows: int) -> None:
-    """Fault: a kernel that only the interpreter takes."""
+    """Faults: a kernel that only the interpreter takes; weights that wait for their turn."""
     config = MoEConfig(intermediate_size=8, **CASES[case])
     plan = module.plan_of(rows, config.num_experts, HIDDEN[case], narrow=True)
     names = [name for name in module._router_kernel.arg_names if name.islower()]
@@ -154,6 +154,8 @@ def test_compiles_for_hopper(case: str, rows: int) -> None:
     )
     assert "mma.sync" in compiled.asm["ptx"], "wider tiles go by the same instruction"
     assert "wgmma" not in compiled.asm["ptx"], "tiles of rows of another instruction differ"
+    if plan.chunks > 1:
+        assert_asked_early(compiled.asm["ptx"])
 
 
 if __name__ == "__main__":

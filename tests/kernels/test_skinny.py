@@ -14,7 +14,7 @@ from eyas.kernels import skinny_plan as plans
 from eyas.kernels import skinny_triton as module
 from eyas.kernels.gated import gated_reference
 from eyas.kernels.skinny_triton import Plan
-from tests.kernels.running import DEVICE, SHARED, compiles, interpret, on_gpu
+from tests.kernels.running import DEVICE, SHARED, assert_asked_early, compiles, interpret, on_gpu
 
 SMALL = [(40, 80), (24, 96), (72, 32)]
 """(outputs, inputs); no multiple of a tile anywhere."""
@@ -151,9 +151,7 @@ def test_compiles_for_hopper(name: str, way: str) -> None:
     """Fault: a kernel that only the interpreter takes; weights asked for thread by thread."""
     assembly = compile_plan(WIDE[name], way).asm["ptx"]
     if WIDE[name].ahead:
-        asked = assembly.find("prefetch.global.L2")
-        assert 0 < asked < assembly.index("griddepcontrol.wait"), "weights are not asked for early"
-        assert "cp.async.bulk" not in assembly, "threads ask in turn"
+        assert_asked_early(assembly)
 
 
 @pytest.mark.parametrize(("shape", "gates"), [((6144, 4096), False), ((28672, 4096), True)])
@@ -205,6 +203,26 @@ def test_an_h200_has_room_for_all_stages() -> None:
         for rows in (n for n in module.ROWS if plans.takes(n, outputs, gated)):
             plan = plans.of_rows(plans.config(outputs, inputs, gated), rows)
             assert plan.stages_in(SHARED[90], min(rows, plan.rows), 2) == plan.stages, plan
+
+
+@pytest.mark.parametrize(
+    ("shape", "gates", "most"),
+    [
+        ((6144, 4096), False, 1),
+        ((4096, 4096), False, 1),
+        ((4096, 14336), False, 1),
+        ((28672, 4096), True, 2),
+    ],
+)
+def test_programs_of_large_layers_are_spread_evenly(
+    shape: tuple[int, int], gates: bool, most: int
+) -> None:
+    """Fault: room for more than every multiprocessor needs: programs that come early crowd."""
+    plan = plans.config(*shape, gated=gates)
+    programs = -(-shape[0] // plan.outputs) * plan.splits
+    assert -(-programs // plans.FILLING) == most
+    compiled = compile_plan(plan, "gated" if gates else "plain", even=True)
+    assert (228 << 10) // (compiled.metadata.shared + 1024) == most
 
 
 @pytest.mark.parametrize("capability", [80, 89, 120])

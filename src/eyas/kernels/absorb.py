@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from eyas.kernels.lang import block_of, runs_kernels, take_turn, tl, triton, turns
+from eyas.kernels.lang import block_of, prefetch, runs_kernels, take_turn, tl, triton, turns
 from eyas.kernels.norm import Norm, norm_weight, normed_row, rms_norm_reference
 
 ROWS = 16
@@ -77,6 +77,22 @@ def _norm_latents(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _ask(  # type: ignore[no-untyped-def]
+    w_ptr, w_in, w_out, first, inputs, outputs, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    """Bring a head's weights of OUTPUTS outputs, from the `first` on, into the L2 cache."""
+    width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    if w_in == 1:
+        column = tl.minimum(first + tl.arange(0, OUTPUTS), outputs - 1)
+        prefetch((w_ptr + column * w_out).to(tl.int64), inputs * width)
+    else:
+        for k in range(0, inputs, DEPTH):
+            line = tl.minimum(k + tl.arange(0, DEPTH), inputs - 1)
+            size = tl.minimum(OUTPUTS, outputs - first) * width
+            prefetch((w_ptr + line * w_in + first * w_out).to(tl.int64), size, 1)
+
+
+@triton.jit
 def _absorb_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
@@ -119,8 +135,11 @@ def _absorb_kernel(  # type: ignore[no-untyped-def]
                 latent_row, latent, key, eps, count, KEYS, EARLY,
             )  # fmt: skip
             return
-    take_turn(EARLY)
     head = tl.program_id(1).to(tl.int64)
+    if EARLY:
+        first_output = tl.program_id(0) * OUTPUTS
+        _ask(w_ptr + head * w_head, w_in, w_out, first_output, inputs, outputs, OUTPUTS, DEPTH)
+    take_turn(EARLY)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     depth = tl.arange(0, DEPTH)

@@ -26,7 +26,7 @@ FUSED_SUMS = 1024
 MERGED_SUMS, MERGED_ABREAST = 1024, 256
 """Sums of a split that a merge's program folds, and the same where it asks for many at once."""
 FEW_MERGES = 32
-"""Programs of a merge that may wait beside the attention's: what follows does not come later."""
+"""Programs of a merge that may wait beside the attention's, however long that takes."""
 SPARE_SLOTS = 4
 """Slots beside a row's splits: rows of a tile end up to 64 keys apart, a window begins anywhere."""
 LATENT_SPLIT = 64
@@ -35,6 +35,10 @@ HALF_SPLITS = 512
 """Keys of a split of latents up to which a row has half of its most splits, or fewer."""
 NARROW = 64
 """Numbers of a head up to which few rows are quicker upright: a block has little to be weighed."""
+FEW_ROWS = 8
+"""Rows in a tile of 16 of which few columns of sums stand, each of which a program merges."""
+BRIEF = 2048
+"""Positions up to which a tile of 16 rows that lie across is through as soon as one of 64."""
 SHORT = 4096
 """Positions up to which two tiles of 32 rows, which read keys twice, are faster than one of 64."""
 MAX_TILES = 4096
@@ -234,8 +238,10 @@ def make_plan(
     tile = next(size for size in (16, 32, 64) if size >= min(rows, largest))
     few = rows <= 64 and 16 * requests * heads <= programs
     across = narrow and not latent and values > NARROW
-    if tile == 64 and longest <= SHORT and (few or tree == RANKS):
+    if tile == 64 and longest <= SHORT and tree == RANKS:
         tile = 32  # with programs for nodes beside them, of which two fit on a multiprocessor
+    elif across and few and tree != RANKS and (tile > 16 or longest > BRIEF):
+        tile = 64  # rows that are there once; their sums are merged abreast
     if narrow and latent and tree != RANKS:
         units = min(splits, -(-longest // LATENT_SPLIT))
         fits = (n for n in (16, 32) if requests * -(-rows // n) * units <= programs // 2)
@@ -262,11 +268,13 @@ def make_plan(
     at_once = [requests, tiles] if parts == 1 else at_once
     launched = parts * at_once[0] * heads * at_once[1]
     in_tree = tree == RANKS and (across or tile == 32)
-    crowded = in_tree or (across and 2 * launched > programs)
+    crowded = in_tree or (across and 2 * launched > programs and tile == 64)
     merge = tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS
     behind, sums = parts > 1 and not merge, launched // parts * tile * values
-    abreast = latent and tree != RANKS and sums <= MERGED_ABREAST * programs
-    few_merges = across and sums <= MERGED_SUMS * FEW_MERGES
+    alone = latent or (across and (tile == 64 or rows <= FEW_ROWS))
+    abreast = tree != RANKS and alone and sums <= MERGED_ABREAST * programs << across
+    fewest = (MERGED_ABREAST if abreast else MERGED_SUMS * across) * FEW_MERGES
+    soon = sums <= fewest or (abreast and (not latent or longest <= SHORT))
     read = block * (keys + (0 if latent else values)) * dtype.itemsize
     return Plan(
         tree=tree,
@@ -285,5 +293,5 @@ def make_plan(
         write=num_new <= MAX_NODES,
         merge=merge,
         abreast=behind and abreast,
-        soon=behind and (abreast or few_merges),
+        soon=behind and soon,
     )

@@ -372,6 +372,7 @@ def _merge(
         ROWS=rows,
         CHUNK=chunk,
         COLUMNS=plan.columns * plan.abreast,
+        num_warps=merge_warps(plan, rows * chunk),
         enable_fp_fusion=False,
         **{name: compiled[name] for name in names},
         **turns(out),
@@ -385,6 +386,11 @@ def merged_by(layout: Layout, plan: Plan) -> tuple[int, int]:
         return min(size, sums // plan.tile), plan.tile
     rows = 1 if plan.abreast else max(sums // size, 4)
     return min(size, sums // rows), rows
+
+
+def merge_warps(plan: Plan, sums: int) -> int:
+    """Warps of a merge's program of so many sums: threads of two where they lie side by side."""
+    return max(1, sums // 64) if plan.abreast else 4
 
 
 def cost(layout: Layout, batch: ForwardBatch, num_heads: int, element: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from eyas.kernels.experts_triton import Lists, new_lists
-from eyas.kernels.lang import block_of, take_turn, tl, triton, turns
+from eyas.kernels.lang import block_of, prefetch, take_turn, tl, triton, turns
 from eyas.kernels.route import choose, constants, route_reference, route_triton
 from eyas.kernels.skinny import Counters
 from eyas.model_config import MoEConfig
@@ -267,12 +267,17 @@ def _router_kernel(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
 ):
     """Program (tile of rows, tile of experts, chunk of inputs); with one chunk: all inputs."""
-    take_turn(EARLY)
     experts: tl.constexpr = GROUPS * MEMBERS
     first_row, chunk = tl.program_id(0) * ROWS, tl.program_id(2)
     row = first_row + tl.arange(0, ROWS)
     expert = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    weights = w_ptr + (tl.minimum(expert, experts - 1) * inner)[:, None]
+    weights = w_ptr + tl.minimum(expert, experts - 1) * inner
+    if EARLY & (CHUNKS > 1):  # others have many rows, and time
+        width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+        size = tl.minimum(CHUNK, inner - chunk * CHUNK) * width
+        prefetch((weights + chunk * CHUNK).to(tl.int64), size, 4)
+    take_turn(EARLY)
+    weights = weights[:, None]
     rows, used = x_ptr + (row.to(tl.int64) * x_stride)[:, None], (row < num_rows)[:, None]
     where = (chunk * num_rows + row)[None, :].to(tl.int64) * experts + expert[:, None]
     inside = (row < num_rows)[None, :] & (expert < experts)[:, None]

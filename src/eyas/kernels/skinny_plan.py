@@ -27,6 +27,9 @@ MOST_BYTES = 1 << 29
 """Larger weights, which large models' vocabulary heads are, the library reads as fast."""
 SMALL = 8 << 20
 """Weights of less bytes are in the cache before their programs are under way."""
+LARGE = 1 << 25
+"""Weights of so many bytes have programs with a multiprocessor each: where two fit on one, those
+that come early crowd where the kernel before them is through first, and others stay idle."""
 FILLING = 132
 """Tiles that keep a device busy."""
 
@@ -72,7 +75,9 @@ def config(outputs: int, inputs: int, gated: bool = False) -> Plan:
         return Plan(outputs=128, depth=128, stages=3)
     if outputs <= 2048:
         return Plan(outputs=16, depth=64, groups=4, stages=6)
-    return Plan(outputs=64, depth=128, splits=2 if 2 * outputs < 64 * FILLING else 1, stages=5)
+    stages = 6 if 2 * outputs * inputs >= LARGE else 5
+    splits = 2 if 2 * outputs < 64 * FILLING else 1
+    return Plan(outputs=64, depth=128, splits=splits, stages=stages)
 
 
 def serves(x: torch.Tensor) -> bool:

@@ -252,10 +252,11 @@ def fold_slots(  # type: ignore[no-untyped-def]
     """
     tops, masses, sums = (), (), ()
     for each in tl.static_range(COUNT):
-        there, at = end * 0 + (first + each) < slots, stat_at + each * 2 * COLUMNS
+        slot, at = first + each, stat_at + each * 2 * COLUMNS
+        there, all_there = end * 0 + slot < slots, tl.full(sum_at.shape, 0, tl.int32) + slot < slots
         top_of = tl.load(at, there, FLOOR, cache_modifier=".cg")
         mass_of = tl.load(at + COLUMNS, there, 0.0, cache_modifier=".cg")
-        sum_of = tl.load(sum_at + each * SIZE * COLUMNS, there, 0.0, cache_modifier=".cg")
+        sum_of = tl.load(sum_at + each * SIZE * COLUMNS, all_there, 0.0, cache_modifier=".cg")
         tops += (top_of,)  # type: ignore[assignment]
         masses += (mass_of,)  # type: ignore[assignment]
         sums += (sum_of,)  # type: ignore[assignment]
@@ -363,6 +364,8 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     0. If SOON says that the attention's end lets programs come, they first work out what to do:
     lengths and bits were there before the attention began.
     """
+    if first_row + tl.program_id(1) * ROWS >= num_new * GROUP:
+        return  # they fill the last tile
     take_turn(EARLY & (not SOON))
     dims = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     places = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
