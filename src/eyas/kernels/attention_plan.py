@@ -203,6 +203,17 @@ def _cut(
     return parts, *found
 
 
+def _comes_soon(sums: int, across: bool, abreast: bool, long: bool) -> bool:
+    """Whether a merge of `sums` comes before the attention ends, whose keys may be many if `long`.
+
+    Its programs come where there is room by then. Many of them crowd, so that it comes out even
+    only where they hide a launch behind a short attention, or their sums are short.
+    """
+    if abreast:
+        return not long or sums <= MERGED_ABREAST * FEW_MERGES
+    return across and sums <= MERGED_SUMS * FEW_MERGES
+
+
 def _stages(read: int, block: int, crowded: bool) -> int:
     """Stages of a pipeline whose blocks read so many bytes; see `Plan.num_stages`."""
     if read <= 2**15 and block == 64 and not crowded:
@@ -271,10 +282,9 @@ def make_plan(
     crowded = in_tree or (across and 2 * launched > programs and tile == 64)
     merge = tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS
     behind, sums = parts > 1 and not merge, launched // parts * tile * values
-    alone = latent or (across and (tile == 64 or rows <= FEW_ROWS))
-    abreast = tree != RANKS and alone and sums <= MERGED_ABREAST * programs << across
-    fewest = (MERGED_ABREAST if abreast else MERGED_SUMS * across) * FEW_MERGES
-    soon = sums <= fewest or (abreast and (not latent or longest <= SHORT))
+    stands = tree != RANKS and (latent or (across and (tile == 64 or rows <= FEW_ROWS)))
+    abreast = stands and sums <= MERGED_ABREAST * programs << across
+    soon = _comes_soon(sums, across, abreast, latent and longest > SHORT)
     read = block * (keys + (0 if latent else values)) * dtype.itemsize
     return Plan(
         tree=tree,
