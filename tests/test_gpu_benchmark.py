@@ -59,35 +59,6 @@ def test_nothing_starts_that_would_not_end_in_time() -> None:
     assert found.as_dict()["complete"] is False
 
 
-def test_units_on_a_fast_machine_are_expected_to_be_fast() -> None:
-    """Faults: a third of the time unused; hope drawn from a unit that failed at once."""
-    module, goals = part("record"), part("goals")
-    now = [0.0]
-    found = module.Record(module.Clock.of(100.0, lambda: now[0]), Console(quiet=True))
-
-    def take(_: Any) -> Iterator[Any]:
-        now[0] += 20
-        yield goals.row("a figure", 1.0)
-
-    def fail(_: Any) -> Iterator[Any]:
-        now[0] += 1
-        raise RuntimeError
-        yield
-
-    takes = {"fails": fail, "a": take, "b": take, "long": take, "c": take}
-    most = (60, 60, 60, 90, 60)
-    units = [
-        module.Unit(name=n, seconds=s, take=t)
-        for (n, t), s in zip(takes.items(), most, strict=True)
-    ]
-    found.run(units)
-    assert list(found.seconds) == ["fails", "a", "b", "long", "c"]
-    assert found.skipped == {}
-    now[0] = 39.5
-    found.run(units[:2])
-    assert list(found.skipped) == ["a"], "a unit that failed says nothing of the others"
-
-
 def test_a_cut_run_leaves_what_it_found(tmp_path: Path) -> None:
     """Fault: rows lost with the run; a failing part that takes the others along."""
     module, goals = part("record"), part("goals")

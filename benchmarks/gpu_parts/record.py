@@ -1,8 +1,8 @@
 """A run's units, its time, and its record, which is written after every figure.
 
-A unit starts only where it is expected to end in time, as far as those before it tell how fast the
-machine is; what is left out, and why, stands in the record, as does what failed: a run that is cut
-short still says what it found and what is missing. Knows nothing of engines.
+A unit starts only where it is expected to end in time; what is left out, and why, stands in the
+record, as does what failed: a run that is cut short still says what it found and what is missing.
+Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from gpu_parts.goals import Row
 
 SCHEMA, VERSION = "eyas.gpu", 1
 NO_TIME = "no time left"
-HASTE = 1.5
-"""How much longer a unit may take, of its most, than any before it did."""
 LAST_WORDS = 600
 """Of an error, on the screen."""
 
@@ -57,7 +55,7 @@ class Unit:
 
     name: str
     seconds: float
-    """What it takes at most, about, if its networks have to be built and its kernels compiled."""
+    """What it takes at most, about, if its networks have to be built."""
     take: Callable[[Record], Iterator[Row]]
 
 
@@ -84,16 +82,11 @@ class Record:
     def run(self, units: Sequence[Unit]) -> None:
         """Take all units that time allows, in order."""
         self.waiting = [unit.name for unit in units]
-        pace = 0.0  # the largest part of its most that a unit took
         for unit in units:
-            expected = unit.seconds * (min(1.0, HASTE * pace) or 1.0)
-            if self.clock.fits(expected):
-                start = self.clock.spent
+            if self.clock.fits(unit.seconds):
                 self._take(unit)
-                if unit.name not in self.failed:
-                    pace = max(pace, (self.clock.spent - start) / unit.seconds)
             else:
-                self.skip(unit.name, f"{NO_TIME}: it may take {expected:.0f} s")
+                self.skip(unit.name, f"{NO_TIME}: it may take {unit.seconds:.0f} s")
             self.waiting.remove(unit.name)
             self.write()
 

@@ -63,8 +63,13 @@ def compiles(
     return compiled
 
 
-def assert_asked_early(assembly: str) -> None:
-    """Something is asked into the L2 cache ahead of the kernel's turn, by threads side by side."""
-    asked = assembly.find("prefetch.global.L2")
-    assert 0 < asked < assembly.rindex("griddepcontrol.wait"), "nothing is asked for early"
+def assert_asked_early(assembly: str, turns: int = 1) -> None:
+    """Something is asked into the L2 cache ahead of the kernel's turn, by threads side by side.
+
+    Of several turns, of programs of other kinds, it is the last.
+    """
+    asked, wait = assembly.find("prefetch.global.L2"), "griddepcontrol.wait"
+    assert assembly.count(wait) == turns
+    assert 0 < asked < assembly.rindex(wait), "nothing is asked for early"
+    assert assembly.count(wait, 0, asked) == turns - 1, "another kind of program asks"
     assert "cp.async.bulk" not in assembly, "threads ask in turn"

@@ -107,7 +107,7 @@ def test_compiles_for_hopper(outputs: int, tail: int, keys: int) -> None:
     sizes = {"ROWS": module.ROWS, "OUTPUTS": outputs, "DEPTH": module.DEPTH}
     constants = {"EVEN": True, "TAIL": tail, "KEYS": keys} | sizes
     assembly = compiles(module._absorb_kernel, types | {"eps": "fp32"}, constants).asm["ptx"]
-    assert_asked_early(assembly)
+    assert_asked_early(assembly, turns=1 + (keys > 0))
 
 
 if __name__ == "__main__":

@@ -355,7 +355,9 @@ def _merge(
 ) -> None:
     """Fold what the programs of a launch left for each other."""
     chunk, rows = merged_by(layout, plan)
-    tiles = layout.constants["SIZE_V"] // chunk, launch.tiles * plan.tile // rows
+    first_row, group = launch.first_tile * plan.tile, int(compiled["GROUP"])
+    columns = min(launch.tiles * plan.tile, batch.num_new * group - first_row)
+    tiles = layout.constants["SIZE_V"] // chunk, triton.cdiv(columns, rows)
     names = ("GROUP", "WIDE", "SIZE_V", "R", "TREE", "WINDOW", "SPLITS", "LEAST", "SOON", "AXIS")
     attention_merge_kernel[(*tiles, launch.requests * heads)](
         out,
@@ -368,7 +370,7 @@ def _merge(
         plan.columns,
         heads,
         launch.first_request,
-        launch.first_tile * plan.tile,
+        first_row,
         ROWS=rows,
         CHUNK=chunk,
         COLUMNS=plan.columns * plan.abreast,

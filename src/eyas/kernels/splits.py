@@ -364,8 +364,6 @@ def attention_merge_kernel(  # type: ignore[no-untyped-def]
     0. If SOON says that the attention's end lets programs come, they first work out what to do:
     lengths and bits were there before the attention began.
     """
-    if first_row + tl.program_id(1) * ROWS >= num_new * GROUP:
-        return  # they fill the last tile
     take_turn(EARLY & (not SOON))
     dims = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     places = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
