@@ -39,7 +39,6 @@ from eyas.kernels.attention_plan import (
     Workspace,
     make_plan,
     most_splits,
-    usual_workspace,
 )
 from eyas.kernels.kv_write import Layout, write_kv
 from eyas.kernels.lang import shared_bytes
@@ -100,7 +99,7 @@ class Bench:
         layers = min(32, max(2, -(-COLD_BYTES // size)))
         shape = replace(model.shape, num_layers=layers)
         self.layout = Layout(shape=shape, page_size=PAGE_SIZE)
-        self.workspace = Workspace.of(usual_workspace(shape), device)
+        self.workspace = Workspace.of(shape, torch.bfloat16, device)
         self.pool = KVPool(
             shape,
             num_pages=requests * each + 1,

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from eyas.kernels import paged_attention as module
 from eyas.kernels.attention_plan import (
     CAUSAL,
+    LATENT_SPLIT,
     MASKED,
     RANKS,
     SHORT,
@@ -29,7 +30,6 @@ from eyas.kernels.attention_plan import (
     Workspace,
     make_plan,
     most_splits,
-    usual_workspace,
 )
 from eyas.kernels.kv_write import Layout
 from eyas.kernels.lang import SHARED_BYTES
@@ -106,7 +106,7 @@ def build(
     layout = Layout(shape=model.shape, page_size=page_size)
     group = model.heads // model.kv_heads
     splits = most_splits(model.shape, group)
-    space = Workspace.of(usual_workspace(model.shape), torch.device("meta"))
+    space = Workspace.of(model.shape, torch.bfloat16, torch.device("meta"))
     pool, shared = (layout, torch.bfloat16, group), SHARED[capability]
     plan = make_plan(*pool, requests, num_new, tree, splits, 264, space, longest, shared)
     rope_dim = model.key_dim - model.value_dim if model.latent else model.key_dim
@@ -137,7 +137,9 @@ def arguments(names: list[str], constants: dict[str, Any]) -> dict[str, Any]:
     """Types of a launch in bfloat16, and which of its values are multiples of 16."""
     types = {"factor": "fp32", "count_ptr": "*i32"}
     types |= dict.fromkeys(("table_ptr", "prefix_ptr", "bits_ptr", "order_ptr"), "*i64")
-    types |= dict.fromkeys(("cos_ptr", "sin_ptr", "sum_ptr", "stat_ptr"), "*fp32")
+    types |= dict.fromkeys(("cos_ptr", "sin_ptr", "stat_ptr"), "*fp32")
+    latent = constants["LEAST"] == LATENT_SPLIT
+    types["sum_ptr"] = "*fp16" if latent else "*fp32"
 
     def kind(name: str) -> str:
         if name in constants:

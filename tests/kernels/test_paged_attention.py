@@ -86,7 +86,7 @@ MANY, FAST = {"programs": 12}, {"deterministic": False}
 ROOM = {"workspace_bytes": 2**25}
 MORE = {"programs": 16} | ROOM
 """So that programs share the keys of 64 rows of `LONG_LATENT`, which lie across then."""
-ENGINES = {"programs": 264, "workspace_bytes": 2**28}
+ENGINES = {"programs": 264, "workspace_bytes": 2**27}
 """What an engine has of them for latents on an H200."""
 SMALL = [
     Pass(case=Case(rope_dim=16), prefixes=[0, 37, 200]),
@@ -260,7 +260,8 @@ def plan_of(run: Pass, splits: int, programs: int, space: Workspace) -> Plan:
 def check_launches(run: Pass, room: int, most: int) -> None:
     """A workspace with room for `room` tiles of 16 rows gives the bits of one that holds all."""
     case, splits, programs = run.case, 8, 32
-    space = Workspace.of(room * (splits + 4) * case.value_dim * 16 * 4, torch.device(DEVICE))
+    size = room * (splits + 4) * case.value_dim * 16 * 4
+    space = Workspace.of(case.shape, case.dtype, torch.device(DEVICE), size)
     plan = plan_of(run, splits, programs, space)
     assert len(list(plan.launches(len(run.prefixes)))) == most, plan
     assert plan.parts > 1, "programs do not share keys"
@@ -314,8 +315,10 @@ def test_latents_are_run_either_way(
     case: Case, prefixes: list[int], count: int, given: dict[str, int], across: bool
 ) -> None:
     """Fault: what the interpreter and GPUs run here is no longer planned both ways."""
-    space = Workspace.of(given["workspace_bytes"], torch.device("meta"))
-    run = Pass(case=replace(case, dtype=torch.bfloat16), prefixes=prefixes, count=count)
+    case = replace(case, dtype=torch.bfloat16)
+    meta, size = torch.device("meta"), given["workspace_bytes"]
+    space = Workspace.of(case.shape, case.dtype, meta, size)
+    run = Pass(case=case, prefixes=prefixes, count=count)
     splits = most_splits(case.shape, case.group)
     assert plan_of(run, splits, given["programs"], space).across is across
 

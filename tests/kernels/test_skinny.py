@@ -99,10 +99,12 @@ def check_many_rows() -> None:
     case, plan = Case(shape, KINDS[0], 200), plans.config(28672, 4096, gated=True)
     if DEVICE == "cpu":  # whose products sum a tile's inputs in an order of their own
         plan = dataclasses.replace(plan, depth=plans.of_rows(plan, 128).depth)
-    for count in (70, 128, 200):
+    for count in (30, 64, 70, 128, 200):
         found = module.run(case.x[:count], case.weight, plans.of_rows(plan, count), gated=True)
         near(found, gated_reference(torch.nn.functional.linear(case.x[:count], case.weight)))
         for rows in (slice(0, 1), slice(3, 8), slice(9, 26), slice(2, 66)):
+            if rows.stop > count:
+                continue
             alone = module.run(case.x[rows], case.weight, plan, gated=True)
             assert torch.equal(alone, found[rows]), f"rows {rows} of {count} depend on others"
 
@@ -206,22 +208,27 @@ def test_an_h200_has_room_for_all_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "gates", "most"),
+    ("shape", "gates", "rows", "most"),
     [
-        ((6144, 4096), False, 1),
-        ((4096, 4096), False, 1),
-        ((4096, 14336), False, 1),
-        ((28672, 4096), True, 2),
+        ((6144, 4096), False, 16, 1),
+        ((4096, 4096), False, 16, 1),
+        ((4096, 14336), False, 16, 1),
+        ((28672, 4096), True, 16, 2),
+        ((28672, 4096), True, 32, 2),
+        ((28672, 4096), True, 64, 2),
     ],
 )
 def test_programs_of_large_layers_are_spread_evenly(
-    shape: tuple[int, int], gates: bool, most: int
+    shape: tuple[int, int], gates: bool, rows: int, most: int
 ) -> None:
-    """Fault: room for more than every multiprocessor needs: programs that come early crowd."""
-    plan = plans.config(*shape, gated=gates)
+    """Faults: room for more than every multiprocessor needs: programs that come early crowd.
+
+    Room for less, so that half of them wait for a turn.
+    """
+    plan = plans.of_rows(plans.config(*shape, gated=gates), rows)
     programs = -(-shape[0] // plan.outputs) * plan.splits
     assert -(-programs // plans.FILLING) == most
-    compiled = compile_plan(plan, "gated" if gates else "plain", even=True)
+    compiled = compile_plan(plan, "gated" if gates else "plain", rows, even=True)
     assert (228 << 10) // (compiled.metadata.shared + 1024) == most
 
 

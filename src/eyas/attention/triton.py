@@ -14,11 +14,11 @@ from eyas.kernels.attention_plan import (
     CAUSAL,
     MASKED,
     RANKS,
+    USUAL_BYTES,
     Plan,
     Workspace,
     make_plan,
     most_splits,
-    usual_workspace,
 )
 from eyas.kernels.kv_write import Layout, write_kv
 from eyas.kernels.lang import shared_bytes
@@ -56,7 +56,8 @@ class TritonAttention:
         self.programs, self.whole = programs, verify == "prefill"
         self.splits = splits
         self.layout = Layout(shape=pool.shape, page_size=pool.page_size)
-        self.workspace = Workspace.of(workspace_bytes or usual_workspace(pool.shape), device)
+        size = workspace_bytes or USUAL_BYTES
+        self.workspace = Workspace.of(pool.shape, pool.k.dtype, device, size)
 
     def programs_for(self, mode: ForwardMode) -> int:
         """Programs that a pass may use to share a request's keys; 1: they are not shared."""

@@ -22,7 +22,7 @@ from eyas.config import EngineConfig, SpeculationConfig
 from eyas.engine.drafters import drafts_rounded
 from eyas.engine.rehearsal import PURPOSES, Shares, hollow, rehearse, tensors_of
 from eyas.engine.runner import Runner, auto_pages
-from eyas.kernels.attention_plan import Workspace, usual_workspace
+from eyas.kernels.attention_plan import Workspace
 from eyas.kv.pool import KVPool
 from eyas.layers.linear import Linear, row_tile, scale_type
 from eyas.model_config import DrafterConfig, ModelConfig
@@ -259,8 +259,8 @@ def _workspace(case: Case, runner: Runner) -> int:
     if case.device.type != "cuda":
         return 0
     owners = (owner for owner, _ in tensors_of(runner.parts))
-    pools = {id(owner): owner.shape for owner in owners if isinstance(owner, KVPool)}
-    spaces = (Workspace.of(usual_workspace(s), torch.device("meta")) for s in pools.values())
+    pools = {id(owner): owner for owner in owners if isinstance(owner, KVPool)}.values()
+    spaces = (Workspace.of(p.shape, p.k.dtype, torch.device("meta")) for p in pools)
     return sum(space.num_bytes for space in spaces) + LIBRARY_BYTES * case.has_graphs
 
 

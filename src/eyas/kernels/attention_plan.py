@@ -43,6 +43,8 @@ SHORT = 4096
 """Positions up to which two tiles of 32 rows, which read keys twice, are faster than one of 64."""
 MAX_TILES = 4096
 """Tiles of a pass whose keys may be shared by several programs."""
+USUAL_BYTES = 2**27
+"""What sums of splits may take; passes that want more are launched bit by bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +52,30 @@ class Workspace:
     """What programs of a pass leave for each other; one serves all layers and passes in turn."""
 
     sums: torch.Tensor
-    """float32: sums of splits."""
+    """float32 or float16: sums of splits."""
     stats: torch.Tensor
     """float32: their statistics."""
     counts: torch.Tensor
     """int32[MAX_TILES]: programs of a tile that are through; zero between launches."""
 
     @classmethod
-    def of(cls, num_bytes: int, device: torch.device) -> Workspace:
-        """About so many bytes. A column has at least 16 sums for two statistics."""
+    def of(
+        cls,
+        shape: AttentionShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_bytes: int = USUAL_BYTES,
+    ) -> Workspace:
+        """For a pool of `dtype`, of so many bytes. A column has at least 16 sums, two statistics.
+
+        Latents' sums are long, and means of what a norm has left: half precision holds them. Values
+        of other models may be larger than that does.
+        """
+        kind = torch.float16 if shape.latent and dtype.itemsize == 2 else torch.float32
+        count = num_bytes // kind.itemsize
         return cls(
-            sums=torch.empty(num_bytes // 4, dtype=torch.float32, device=device),
-            stats=torch.empty(num_bytes // 32, dtype=torch.float32, device=device),
+            sums=torch.empty(count, dtype=kind, device=device),
+            stats=torch.empty(count // 8, dtype=torch.float32, device=device),
             counts=torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
         )
 
@@ -152,11 +166,6 @@ def most_splits(shape: AttentionShape, group: int) -> int:
     tiles = shape.num_kv_heads * -(-group // _largest_tile(shape.value_dim))
     each = 1 << (ONE_REQUEST // tiles).bit_length() >> 1
     return (max(8, min(64, each)) * 3 // 2) << shape.latent
-
-
-def usual_workspace(shape: AttentionShape) -> int:
-    """What the sums of a pool's splits may take; passes that want more are launched bit by bit."""
-    return 2**27 << shape.latent
 
 
 def _largest_tile(values: int) -> int:
@@ -282,7 +291,8 @@ def make_plan(
     crowded = in_tree or (across and 2 * launched > programs and tile == 64)
     merge = tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS
     behind, sums = parts > 1 and not merge, launched // parts * tile * values
-    stands = tree != RANKS and (latent or (across and (tile == 64 or rows <= FEW_ROWS)))
+    brief = tile == 64 or rows <= FEW_ROWS  # columns that a program has none of twice
+    stands = across and (brief or tree == RANKS) if not latent else tree != RANKS
     abreast = stands and sums <= MERGED_ABREAST * programs << across
     soon = _comes_soon(sums, across, abreast, latent and longest > SHORT)
     read = block * (keys + (0 if latent else values)) * dtype.itemsize

@@ -59,6 +59,7 @@ from eyas.kernels.splits import (
     part_of,
     parted,
     put,
+    settled,
     share,
     slots_of,
     splits_end,
@@ -112,6 +113,7 @@ def _end_split(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Fold or put the sums of the split before `start`, for rows of which it is one; their tops."""
     done, now = splits_end(start, end, shift), whole(mass, AXIS)
+    top, now, acc = settled(top, now, acc, sum_ptr.dtype.element_ty, AXIS)
     if FOLD:
         total_top, total_mass, total = fold(total_top, total_mass, total, top, now, acc, done, AXIS)
     else:
@@ -222,7 +224,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             score = tl.where(seen(kv, low, end, bits, prefix, TREE == 1, AXIS), score, HIDDEN)
         if (not ASKS_FIRST) | (stop > lo):  # always; a branch comes behind the next block's loads
             top, mass, acc = absorb(score, v, factor, top, mass, acc, AXIS)
-    finished, now, wide = True, whole(mass, AXIS), tl.num_programs(1) * GROUP * WIDE
+    finished, wide = True, tl.num_programs(1) * GROUP * WIDE
+    top, now, acc = settled(top, whole(mass, AXIS), acc, sum_ptr.dtype.element_ty, AXIS)
     out_ptr += row0 * wide + head * GROUP * WIDE
     if FOLD:
         top, now, acc = fold(total_top, total_mass, total, top, now, acc, end > 0, AXIS)

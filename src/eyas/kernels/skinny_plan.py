@@ -30,6 +30,8 @@ SMALL = 8 << 20
 LARGE = 1 << 25
 """Weights of so many bytes have programs with a multiprocessor each: where two fit on one, those
 that come early crowd where the kernel before them is through first, and others stay idle."""
+WIDE = 1 << 14
+"""Weights of a tile so large that beside more than 16 rows two programs have room with half."""
 FILLING = 132
 """Tiles that keep a device busy."""
 
@@ -52,8 +54,10 @@ def takes(num_rows: int, outputs: int, gated: bool) -> bool:
 
 def of_rows(plan: Plan, num_rows: int) -> Plan:
     """`plan` for a pass of so many rows: what is fetched at once changes, and no sum's order."""
-    if num_rows <= MOST_ROWS:
+    if num_rows <= ROWS[0] or (num_rows <= MOST_ROWS and plan.depth * plan.outputs < WIDE):
         return plan
+    if num_rows <= MOST_ROWS:
+        return dataclasses.replace(plan, depth=64, stages=5 if num_rows <= 32 else 4)
     stages = 3 if num_rows <= 128 else 4
     return dataclasses.replace(plan, depth=64, warps=8, stages=stages, rows=ROWS[-1])
 

@@ -7,7 +7,8 @@ float32 [D, R] or, with AXIS 1, [R, D] (`eyas.kernels.attention_block`); statist
 largest scaled score and the mass of its weights.
 
 Split sums lie in a workspace: [requests * KV heads, SPLITS + SPARE, D, columns], or with AXIS 1
-[.., columns, D], as threads have them; statistics are [.., 2, columns]. Columns are a head's rows,
+[.., columns, D], as threads have them; statistics are [.., 2, columns]. They are float32, or
+float16 as `settled` makes them, whoever folds them. Columns are a head's rows,
 all those of one launch. Rows of a tile may differ in the length of their splits; a slot then is a
 run of the shortest length, and a longer split lies where it ends. FlashDecoding merges alike
 (crfm.stanford.edu, 2023-10-12), with splits that depend on the batch.
@@ -151,6 +152,22 @@ def fold(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def settled(top, mass, acc, kind: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A split's statistics and sums float32, these as numbers of `kind` hold them.
+
+    In 16 bits mass and sums are divided by the power of two that leaves a mass in [1, 2), which the
+    largest score takes up. So sums are less than twice a mean of values, and those of half
+    precision lose 2 ** -11 of themselves: a quarter of what bfloat16 rows lose at the end.
+    """
+    if kind != tl.float32:
+        power = tl.minimum(tl.maximum(mass.to(tl.int32, bitcast=True) >> 23, 1), 253)
+        scale = (254 - power << 23).to(tl.float32, bitcast=True)
+        top, mass = top + (power - 127).to(tl.float32), mass * scale
+        acc = (acc * tl.expand_dims(scale, AXIS)).to(kind).to(tl.float32)
+    return top, mass, acc
+
+
+@triton.jit
 def parted(  # type: ignore[no-untyped-def]
     acc, R: tl.constexpr, AXIS: tl.constexpr, piece=0, PIECES: tl.constexpr = 1
 ):  # fmt: skip
@@ -210,7 +227,7 @@ def put(  # type: ignore[no-untyped-def]
     for piece in tl.static_range(pieces):
         dims = part_of(SIZE, R, many, AXIS, piece, pieces)
         place = sum_places(slot, dims, tl.expand_dims(places, AXIS), columns, SIZE, AXIS)
-        part = parted(acc, R, AXIS, piece, pieces)
+        part = parted(acc, R, AXIS, piece, pieces).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + place, part, tl.expand_dims(used, AXIS))
     first = used & (tl.arange(0, many) < R)
     tl.store(stat_ptr + slot * 2 * columns + places, top, first)
@@ -234,7 +251,7 @@ def merged(  # type: ignore[no-untyped-def]
         more_top = tl.load(at, cache_modifier=".cg")
         more_mass = tl.load(at + columns, cache_modifier=".cg")
         place = sum_places(slot, dims[:, None], places[None, :], columns, SIZE, AXIS)
-        more = tl.load(sum_ptr + place, cache_modifier=".cg")
+        more = tl.load(sum_ptr + place, cache_modifier=".cg").to(tl.float32)
         begin = start + (slot << fine)
         counts = splits_end(begin + (1 << fine), end, shift) & (begin < end)
         top, mass, acc = fold(top, mass, acc, more_top, more_mass, more, counts, 0)
@@ -263,7 +280,8 @@ def fold_slots(  # type: ignore[no-untyped-def]
     for each in tl.static_range(COUNT):
         begin = start + (first + each << fine)
         counts = splits_end(begin + (1 << fine), end, shift) & (begin < end)
-        top, mass, acc = fold(top, mass, acc, tops[each], masses[each], sums[each], counts, 2)
+        more = sums[each].to(tl.float32)
+        top, mass, acc = fold(top, mass, acc, tops[each], masses[each], more, counts, 2)
     return top, mass, acc
 
 
