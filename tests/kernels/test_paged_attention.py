@@ -289,6 +289,7 @@ def run_bits_small() -> None:
     check_company(WIDE, 253, (6,), programs=32)  # what one request alone leaves is merged abreast
     check_company(WIDE, 510, (4,), splits=4)  # programs of a merge have rows of one length each
     check_company(LONG_LATENT, 62, (5,), **ROOM)
+    check_company(LONG_LATENT, 126, (4,), splits=4, **ROOM)  # rows of one tile end apart
     check_company(two, 60, (18,))
     check_path(three, 123, 9)
     check_path(two, 250, 20, splits=2)
