@@ -21,7 +21,7 @@ from eyas.kernels.lang import take_turn, tl, triton
 
 AHEAD = tl.constexpr(8)
 """Splits that are on their way while one is folded."""
-ABREAST, FEW = tl.constexpr(24), tl.constexpr(8)
+ABREAST, FEW = tl.constexpr(32), tl.constexpr(16)
 """Splits that a merge asks for together where its programs are few, and the same of the rest."""
 SPARE, LATENT, HALF = (tl.constexpr(n) for n in (SPARE_SLOTS, LATENT_SPLIT, HALF_SPLITS))
 TOGETHER = tl.constexpr(16)
