@@ -13,6 +13,7 @@ import torch
 from eyas.cost import target_pass, touched_in_pass
 from eyas.engine.engine import Engine
 from eyas.engine.graphs import GraphKey, Reason
+from eyas.gpu_state import state_under
 from eyas.layers.moe import Router
 from eyas.model_config import ModelConfig
 from eyas.operations import Work
@@ -73,6 +74,7 @@ def _step_rows(
 ) -> Iterator[Row]:
     value = step_ms(engine, STEPS)
     yield row(label, value)
+    yield from clock_rows(label, engine)
     if run != "decode" and (decode := record.value(f"{shape} decode B={batch}")):
         yield row(f"{label} / decode", value / decode, "x")
     if run == "decode" and batch == 1:
@@ -108,6 +110,14 @@ def graph_rows(label: str, engine: Engine) -> Iterator[Row]:
     yield row(f"{label}: products whose rows depend on each other", len(tried.dependent), "")
     yield row(f"{label}: capture", graphs.capture_seconds, "s")
     yield row(f"{label}: graph memory", graphs.capture_bytes / 2**20, "MiB")
+
+
+def clock_rows(label: str, engine: Engine) -> Iterator[Row]:
+    """The GPU's clock and power while the engine goes on; a full one holds the other back."""
+    state = state_under(engine.step, engine.runner.device)
+    if state is not None:
+        yield row(f"{label} clock", state.clock_mhz, "MHz")
+        yield row(f"{label} power", state.power_w, "W")
 
 
 def eager_cycles(engine: Engine) -> int:
@@ -202,6 +212,7 @@ def _batch_row(label: str, engine: Engine, batch: int, record: Record) -> Iterat
         return
     with running(engine, batch):
         yield row(label, step_ms(engine, BATCH_STEPS))
+        yield from clock_rows(label, engine)
 
 
 def default_graphs(shape: str, builds: Builds, record: Record) -> Iterator[Row]:

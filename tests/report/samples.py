@@ -97,6 +97,13 @@ def explain_record() -> dict[str, Any]:
                 },
             }
         ],
+        "gpu_state": {
+            "clock_mhz": 1980,
+            "most_mhz": 1980,
+            "power_w": 410.0,
+            "celsius": 45,
+            "held_by": [],
+        },
         "lesson": {
             "stages": {
                 "draft": {"host_ms": 0.9, "true_ms": 0.5},

@@ -85,6 +85,13 @@ def other_drafter(record: Record) -> None:
     grown(record, "draft", "dense linear", 0.3)
 
 
+def low_clock(record: Record) -> None:
+    record["gpu_state"] |= {"clock_mhz": 1530, "power_w": 696.0}
+    record["gpu_state"]["held_by"] = ["the limit of its power"]
+    grown(record, "verify", "attention", 0.3)
+    grown(record, "verify", "dense linear", 0.9)
+
+
 PLANTED: list[tuple[Callable[[Record], None], str, str]] = [
     (no_graph, "graph coverage", "98% -> 10%"),
     (nccl_setting, "rank 1: NCCL_P2P_DISABLE", "unset -> 1"),
@@ -98,6 +105,7 @@ PLANTED: list[tuple[Callable[[Record], None], str, str]] = [
     ),
     (long_context, "context", "median 2048 -> 16000"),
     (other_drafter, "drafter", "auto -> /models/other"),
+    (low_clock, "GPU clock at work", "1,980 -> 1,530 MHz, held by the limit of its power"),
 ]
 
 

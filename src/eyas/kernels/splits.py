@@ -280,8 +280,9 @@ def fold_slots(  # type: ignore[no-untyped-def]
     for each in tl.static_range(COUNT):
         begin = start + (first + each << fine)
         counts = splits_end(begin + (1 << fine), end, shift) & (begin < end)
-        more = sums[each].to(tl.float32)
-        top, mass, acc = fold(top, mass, acc, tops[each], masses[each], more, counts, 2)
+        top, mass, acc = fold(
+            top, mass, acc, tops[each], masses[each], sums[each].to(tl.float32), counts, 2
+        )
     return top, mass, acc
 
 

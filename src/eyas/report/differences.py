@@ -87,6 +87,7 @@ def facts(a: Record, b: Record) -> list[Fact]:
     return [
         *_waiting(a, b),
         *_settings(a, b),
+        *_clock(a, b),
         *_graphs(a, b),
         *_syncs(a, b),
         *_host_gaps(a, b),
@@ -103,6 +104,19 @@ def _settings(a: Record, b: Record) -> Iterator[Fact]:
             if old != new and not QUIET.search(name):
                 claims = next((c for p, c in EXPLAINS if re.search(p, name.lower())), _nothing)
                 yield Fact(name=_readable(name), evidence=f"{old} -> {new}", claims=claims)
+
+
+def _clock(a: Record, b: Record) -> Iterator[Fact]:
+    """Of the GPU at work, and what held it."""
+    before, after = a.get("gpu_state"), b.get("gpu_state")
+    if not before or not after:
+        return
+    old, new = before["clock_mhz"], after["clock_mhz"]
+    if abs(new - old) <= SHARE * old:
+        return
+    held = " and ".join((after if new < old else before)["held_by"])
+    evidence = f"{old:,} -> {new:,} MHz" + (f", held by {held}" if held else "")
+    yield Fact(name="GPU clock at work", evidence=evidence, claims=_device)
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ from rich.progress import Progress
 from eyas.config import SamplingParams, SpeculationConfig, require
 from eyas.engine.engine import LLM
 from eyas.fingerprint import fingerprint
+from eyas.gpu_state import state_under
 from eyas.report.acceptance import summarise
 from eyas.report.bench import encode
 from eyas.report.explaining.cells import cells, floors
@@ -63,6 +64,7 @@ def explain(
     ):
         task = bar.add_task("watching cycles", total=None)
         main = take_apart(engine, groups, config.cycles, folder)
+        state = _gpu_state(main.workload)
         told = lesson(main.workload) if config.lesson else None
         more = _more_batches(llm, prompts, each, config)
         main.workload.close()
@@ -72,7 +74,8 @@ def explain(
             sibling = llm.sibling(SpeculationConfig(algorithm="NONE")).engine
             plain = take_apart(sibling, groups, config.cycles, folder)
             plain.workload.close()
-    record = _record(llm, machine, main, plain, config.batch_size) | {"lesson": told}
+    record = _record(llm, machine, main, plain, config.batch_size)
+    record |= {"lesson": told, "gpu_state": state}
     record["by_batch"] = by_batch([*main.workload.steps, *more])
     record |= {"flags": _flags(llm, config, params), "simulated": engine.config.simulated}
     record["provenance"] = _provenance(llm)
@@ -97,6 +100,14 @@ def _provenance(llm: LLM) -> dict[str, Any]:
         "networks": llm.facts,
         "ranks": llm.ranks.record() if llm.ranks else None,
     }
+
+
+def _gpu_state(workload: Workload) -> dict[str, Any] | None:
+    """The GPU's clock while steps run that nobody watches."""
+    device = workload.engine.runner.device
+    state = state_under(lambda: workload.step(watched=True), device)
+    workload.pause()
+    return None if state is None else dataclasses.asdict(state)
 
 
 def groups_of(

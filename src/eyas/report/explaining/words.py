@@ -17,7 +17,7 @@ def verdict(record: dict[str, Any]) -> str:
     """What is odd, then: does speculation pay, what dominates, what would change it most."""
     sentences = [f"Ranks differ: {note}." for note in record["mismatches"]]
     sentences += [*_reads(record), _pays(record), _dominates(record)]
-    sentences += _idle(record) + _ranks(record) + _change(record)
+    sentences += _idle(record) + _ranks(record) + _held(record) + _change(record)
     rest = record["unexplained_fraction"]
     if abs(rest) > NOTABLE:
         sentences.append(f"{rest:+.1%} of the cycle is unexplained.")
@@ -73,6 +73,17 @@ def _ranks(record: dict[str, Any]) -> list[str]:
     return [
         f"Collectives: {shared['transfer_ms']:.2f} ms transfer, up to {wait:.2f} ms waiting for "
         f"the slowest rank; rank {rank} comes last in {shared['last'][rank]:.0%}."
+    ]
+
+
+def _held(record: dict[str, Any]) -> list[str]:
+    state = record["gpu_state"]
+    if state is None or state["clock_mhz"] >= (1 - NOTABLE) * state["most_mhz"]:
+        return []
+    why = " and ".join(state["held_by"]) or "nothing that the driver tells"
+    return [
+        f"The GPU's clock is {state['clock_mhz']:,} of {state['most_mhz']:,} MHz, held by {why} "
+        f"({state['power_w']:.0f} W, {state['celsius']} degrees C)."
     ]
 
 
