@@ -27,6 +27,7 @@ RANKS = {
     "estimate": 1,
     "cost": 1,
     "fingerprint": 1,
+    "gpu_state": 1,
     "checkpoint": 1,
     "gguf_folder": 1,
     "quantised": 1,
