@@ -80,9 +80,9 @@ def test_launches_cover_a_pass_and_fit(name: str, size: int) -> None:
         for launch in plan.launches(requests):
             mine = range(launch.first_request, launch.first_request + launch.requests)
             done += list(product(mine, range(*launch.range_of_tiles)))
-            tiles = launch.requests * plan.tiles_at_once * shape.num_kv_heads
-            slots = (plan.splits + SPARE_SLOTS) * shape.value_dim * plan.tile
-            fits = tiles * slots * (2 if shape.latent else 4) <= size
+            columns = launch.requests * plan.columns * shape.num_kv_heads
+            slots = (plan.splits + SPARE_SLOTS) * shape.value_dim
+            fits = columns * slots * (2 if shape.latent else 4) <= size
             assert plan.parts == 1 or fits, f"{name} {requests} {num_new}: {plan}"
             assert plan.block <= plan.least, "a block holds two splits"
             assert launch.first_tile * plan.tile % group == 0, "a node's rows lie in two launches"
@@ -161,6 +161,15 @@ def test_merges_come_as_was_measured(
     """Fault: many early merges, which made the 8B slower; many registers where many must run."""
     plan = plan_of(name, requests, num_new, tree)
     assert (plan.abreast, plan.soon) == (abreast, soon), plan
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_few_merges_are_compiled(name: str) -> None:
+    """Fault: a kernel of many splits at once, seconds to compile, for each length of a prompt."""
+    plans = [plan_of(name, 1, n, longest=2048) for n in range(1, 2049)]
+    assert all(p.write for p in plans if p.abreast)
+    compiled = {(p.tile, p.across, p.columns) for p in plans if p.abreast}
+    assert len(compiled) <= 8, compiled
 
 
 def test_merges_of_few_keys_come_early() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from eyas.config import MAX_NODES
 from eyas.kernels.kv_write import Layout
+from eyas.kernels.lang import block_of
 from eyas.model_config import AttentionShape
 
 ONE_REQUEST = 128
@@ -142,8 +143,12 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Rows of a request and KV head in a launch, with those that fill the last tile."""
-        return self.tiles_at_once * self.tile
+        """Places for rows of a request and KV head in a launch, with those that fill the last tile.
+
+        Merges abreast are compiled for them, so there they are a power of two.
+        """
+        columns = self.tiles_at_once * self.tile
+        return block_of(columns) if self.abreast else columns
 
     def launches(self, requests: int) -> Iterator[Launch]:
         """Those of a pass over so many requests."""
@@ -293,7 +298,8 @@ def make_plan(
     behind, sums = parts > 1 and not merge, launched // parts * tile * values
     brief = tile == 64 or rows <= FEW_ROWS  # columns that a program has none of twice
     stands = across and (brief or tree == RANKS) if not latent else tree != RANKS
-    abreast = stands and sums <= MERGED_ABREAST * programs << across
+    abreast = stands and num_new <= MAX_NODES and sums <= MERGED_ABREAST * programs << across
+    abreast &= at_once[0] * heads * block_of(at_once[1] * tile) * slots <= room
     soon = _comes_soon(sums, across, abreast, latent and longest > SHORT)
     read = block * (keys + (0 if latent else values)) * dtype.itemsize
     return Plan(
