@@ -83,12 +83,17 @@ def cpu() -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, compute capability and memory in bytes of each CUDA device."""
+    """Name, compute capability, memory in bytes of each CUDA device, and which one of its kind."""
     if not torch.cuda.is_available():
         return []
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return [
-        {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory": p.total_memory}
+        {
+            "name": p.name,
+            "capability": f"{p.major}.{p.minor}",
+            "memory": p.total_memory,
+            "id": str(p.uuid)[:8],
+        }
         for p in found
     ]
 

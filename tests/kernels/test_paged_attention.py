@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,6 +39,10 @@ LONG_LATENT = replace(LATENT, key_dim=288, value_dim=256, rope_dim=32, dtype=tor
 """Latents whose rows lie either way, as many rows there are."""
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest difference of a number, over the largest number."""
+
+
+Check = Callable[[], None]
+"""One case, run; it raises where it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,34 +276,57 @@ def check_launches(run: Pass, room: int, most: int) -> None:
     assert torch.equal(whole, cut), f"{most} launches: {run}"
 
 
-def run_reference(passes: list[Pass]) -> None:
-    """Every pass, in order."""
-    for run in passes:
-        run.check()
-
-
-def run_bits_small() -> None:
+def bits_small() -> list[Check]:
     """Bits where splits begin, grow and are cut off by a window."""
     three, two = Case(kv_heads=1, group=3, rope_dim=16), Case(kv_heads=1, group=2)
-    check_company(three, 126, (4,))
-    check_company(two, 510, (4,), splits=4)
-    check_company(replace(two, window=130), 253, (3,))
-    check_company(LATENT, 127, (2,))
-    check_company(LONG, 253, (4,), splits=4)
-    check_company(WIDE, 126, (4,))
-    check_company(WIDE, 253, (6,), programs=32)  # what one request alone leaves is merged abreast
-    check_company(WIDE, 510, (4,), splits=4)  # programs of a merge have rows of one length each
-    check_company(LONG_LATENT, 62, (5,), **ROOM)
-    check_company(LONG_LATENT, 126, (4,), splits=4, **ROOM)  # rows of one tile end apart
-    check_company(two, 60, (18,))
-    check_path(three, 123, 9)
-    check_path(two, 250, 20, splits=2)
-    check_path(LONG_LATENT, 124, 7, **ROOM)
-    check_launches(Pass(case=three, prefixes=[140], count=20), 3, 2)
-    check_launches(Pass(case=three, prefixes=[140], count=20, tree=True), 3, 2)
-    check_launches(Pass(case=LATENT, prefixes=[200], count=5), 2, 3)
-    check_launches(Pass(case=replace(LATENT, group=24), prefixes=[140], count=4, tree=True), 3, 2)
-    check_launches(Pass(case=two, prefixes=[300, 5, 140, 150], count=2), 3, 2)
+    wide_tree = Pass(case=replace(LATENT, group=24), prefixes=[140], count=4, tree=True)
+    return [
+        partial(check_company, three, 126, (4,)),
+        partial(check_company, two, 510, (4,), splits=4),
+        partial(check_company, replace(two, window=130), 253, (3,)),
+        partial(check_company, LATENT, 127, (2,)),
+        partial(check_company, LONG, 253, (4,), splits=4),
+        partial(check_company, WIDE, 126, (4,)),
+        # what one request alone leaves is merged abreast
+        partial(check_company, WIDE, 253, (6,), programs=32),
+        # programs of a merge have rows of one length each
+        partial(check_company, WIDE, 510, (4,), splits=4),
+        partial(check_company, LONG_LATENT, 62, (5,), **ROOM),
+        # rows of one tile end apart
+        partial(check_company, LONG_LATENT, 126, (4,), splits=4, **ROOM),
+        partial(check_company, two, 60, (18,)),
+        partial(check_path, three, 123, 9),
+        partial(check_path, two, 250, 20, splits=2),
+        partial(check_path, LONG_LATENT, 124, 7, **ROOM),
+        partial(check_launches, Pass(case=three, prefixes=[140], count=20), 3, 2),
+        partial(check_launches, Pass(case=three, prefixes=[140], count=20, tree=True), 3, 2),
+        partial(check_launches, Pass(case=LATENT, prefixes=[200], count=5), 2, 3),
+        partial(check_launches, wide_tree, 3, 2),
+        partial(check_launches, Pass(case=two, prefixes=[300, 5, 140, 150], count=2), 3, 2),
+    ]
+
+
+def bits(name: str) -> list[Check]:
+    """The same at real sizes."""
+    case = replace(MODELS[name], dtype=torch.bfloat16)
+    splits = most_splits(case.shape, case.group)
+    grows = splits * (32 if case.latent else 128)  # splits double here
+    many = [splits // 2 * HALF.value - 3] * case.latent  # and here there may be more of them
+    starts = (3, 120, 1022, grows - 3, *many)
+    return [
+        *(
+            partial(check_company, case, start, (4, 16), **given)
+            for start in starts
+            for given in [ENGINES if case.latent or start > 200 else {}]
+        ),
+        partial(check_path, case, 1000, 16),
+        partial(check_path, case, grows - 2, 60),
+    ]
+
+
+def numbered(name: str, checks: Iterable[Check]) -> list[Any]:
+    """Parameters of a test, so that processes share the checks: most of a check is compilation."""
+    return [pytest.param(check, id=f"{name}-{i}") for i, check in enumerate(checks)]
 
 
 @pytest.mark.parametrize(
@@ -331,32 +359,31 @@ def test_interpreted_kernels(part: str) -> None:
     interpret(__file__, part)
 
 
+REFERENCE = {"small": SMALL} | {name: list(grid(name)) for name in MODELS}
+
+
 @on_gpu
-@pytest.mark.parametrize("name", ["small", *MODELS])
-def test_kernels_equal_the_reference(name: str) -> None:
+@pytest.mark.parametrize(
+    "check", [one for n, runs in REFERENCE.items() for one in numbered(n, [r.check for r in runs])]
+)
+def test_kernels_equal_the_reference(check: Check) -> None:
     """Fault: the same, at real sizes."""
-    run_reference(SMALL if name == "small" else list(grid(name)))
+    check()
 
 
 @on_gpu
-@pytest.mark.parametrize("name", ["small", "8B", "SmolLM2", "latent"])
-def test_rows_keep_their_bits(name: str) -> None:
+@pytest.mark.parametrize(
+    "check",
+    [
+        *numbered("small", bits_small()),
+        *(one for name in ("8B", "SmolLM2", "latent") for one in numbered(name, bits(name))),
+    ],
+)
+def test_rows_keep_their_bits(check: Check) -> None:
     """Fault: verify arithmetic that depends on N, the batch, the split of work or the tree."""
-    if name == "small":
-        run_bits_small()
-        return
-    case = replace(MODELS[name], dtype=torch.bfloat16)
-    splits = most_splits(case.shape, case.group)
-    grows = splits * (32 if case.latent else 128)  # splits double here
-    many = [splits // 2 * HALF.value - 3] * case.latent  # and here there may be more of them
-    for start in (3, 120, 1022, grows - 3, *many):
-        check_company(case, start, (4, 16), **(ENGINES if case.latent or start > 200 else {}))
-    check_path(case, 1000, 16)
-    check_path(case, grows - 2, 60)
+    check()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "reference":
-        run_reference(SMALL)
-    else:
-        run_bits_small()
+    for small in bits_small() if sys.argv[1] == "bits" else [run.check for run in SMALL]:
+        small()
