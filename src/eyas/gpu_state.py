@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
@@ -58,17 +59,24 @@ def state_under(work: Callable[[], object], device: torch.device) -> GpuState | 
         return None
     properties = torch.cuda.get_device_properties(device)
     query = [f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(FIELDS)}"]
-    command = [tool, *query, "--format=csv,noheader,nounits"]
+    return parsed(answer_beside(work, [tool, *query, "--format=csv,noheader,nounits"]))
+
+
+def answer_beside(
+    work: Callable[[], object], command: Sequence[str], patience: float = PATIENCE
+) -> str:
+    """What `command` prints while `work` is done, once at least; "" after `patience` seconds."""
+    end = perf_counter() + patience
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as asked:
         try:
-            while True:
+            work()
+            while asked.poll() is None:
+                if perf_counter() > end:
+                    return ""
                 work()
-                if asked.poll() is not None:
-                    break
-            answer = asked.communicate(timeout=PATIENCE)[0].decode(errors="replace")
+            return asked.communicate()[0].decode(errors="replace")
         finally:
             asked.kill()
-    return parsed(answer)
 
 
 def parsed(answer: str) -> GpuState | None:

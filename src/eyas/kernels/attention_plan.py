@@ -296,8 +296,8 @@ def make_plan(
     crowded = in_tree or (across and 2 * launched > programs and tile == 64)
     merge = tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS
     behind, sums = parts > 1 and not merge, launched // parts * tile * values
-    brief = tile == 64 or rows <= FEW_ROWS  # columns that a program has none of twice
-    stands = across and (brief or tree == RANKS) if not latent else tree != RANKS
+    once = tile == 64 or rows <= FEW_ROWS or tree == RANKS  # columns that few rows lie across
+    stands = tree != RANKS if latent else across and once
     abreast = stands and num_new <= MAX_NODES and sums <= MERGED_ABREAST * programs << across
     abreast &= at_once[0] * heads * block_of(at_once[1] * tile) * slots <= room
     soon = _comes_soon(sums, across, abreast, latent and longest > SHORT)

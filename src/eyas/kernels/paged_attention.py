@@ -113,14 +113,14 @@ def _end_split(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Fold or put the sums of the split before `start`, for rows of which it is one; their tops."""
     done, now = splits_end(start, end, shift), whole(mass, AXIS)
-    high, now, acc = settled(top, now, acc, sum_ptr.dtype.element_ty, AXIS)
+    peak, now, acc = settled(top, now, acc, sum_ptr.dtype.element_ty, AXIS)
     if FOLD:
         total_top, total_mass, total = fold(
-            total_top, total_mass, total, high, now, acc, done, AXIS
+            total_top, total_mass, total, peak, now, acc, done, AXIS
         )
     else:
         slot = start - 1 - slot0 >> fine
-        put(sum_ptr, stat_ptr, high, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
+        put(sum_ptr, stat_ptr, peak, now, acc, slot, places, used, columns, SIZE_V, R, AXIS)
     top = tl.where(done, FLOOR, top)  # so what sums hold will weigh nothing
     return top, total_top, total_mass, total
 

@@ -7,9 +7,9 @@ float32 [D, R] or, with AXIS 1, [R, D] (`eyas.kernels.attention_block`); statist
 largest scaled score and the mass of its weights.
 
 Split sums lie in a workspace: [requests * KV heads, SPLITS + SPARE, D, columns], or with AXIS 1
-[.., columns, D], as threads have them; statistics are [.., 2, columns]. They are float32, or
-float16 as `settled` makes them, whoever folds them. Columns are a head's rows,
-all those of one launch. Rows of a tile may differ in the length of their splits; a slot then is a
+[.., columns, D], as threads have them; statistics are float32 [.., 2, columns]. Sums are float32,
+or float16 as `settled` makes them, whoever folds them. Columns are a head's rows, all those of one
+launch. Rows of a tile may differ in the length of their splits; a slot then is a
 run of the shortest length, and a longer split lies where it ends. FlashDecoding merges alike
 (crfm.stanford.edu, 2023-10-12), with splits that depend on the batch.
 """
