@@ -85,11 +85,16 @@ def other_drafter(record: Record) -> None:
     grown(record, "draft", "dense linear", 0.3)
 
 
-def low_clock(record: Record) -> None:
-    record["gpu_state"] |= {"clock_mhz": 1530, "power_w": 696.0}
+def held(record: Record, clock: int) -> None:
+    record["gpu_state"] |= {"clock_mhz": clock, "power_w": 696.0}
     record["gpu_state"]["held_by"] = ["the limit of its power"]
-    grown(record, "verify", "attention", 0.3)
-    grown(record, "verify", "dense linear", 0.9)
+
+
+def low_clock(record: Record) -> None:
+    held(record, 1530)
+    for stage, one in record["stages"].items():
+        for part, ms in list(one["components"].items()):
+            grown(record, stage, part, ms * (1980 / 1530 - 1))
 
 
 PLANTED: list[tuple[Callable[[Record], None], str, str]] = [
@@ -183,13 +188,32 @@ def test_benches_are_compared_by_stage_and_token() -> None:
     assert "Unexplained are" in found["verdict"]
 
 
-def test_a_commit_is_said_and_not_blamed() -> None:
+def test_a_commit_and_another_gpu_of_a_kind_are_said_and_not_blamed() -> None:
     before, after = explain_record(), explain_record()
     after["provenance"]["code"]["commit"] = "def"
+    before["provenance"]["gpus"] = [{"name": "H200", "id": "11111111"}]
+    after["provenance"]["gpus"] = [{"name": "H200", "id": "22222222"}]
     grown(after, "verify", "dense linear", 1.0)
     found = compare(before, after)
     assert found["causes"][0]["name"] == "verify: dense linear"
     assert {"name": "code.commit", "ms": 0, "evidence": "abc -> def"} in found["causes"]
+    told = {"name": "gpus.0.id", "ms": 0, "evidence": "11111111 -> 22222222"}
+    assert told in found["causes"]
+
+
+@pytest.mark.parametrize(("clock", "most"), [(1881, 0.055), (2079, 0.0)])
+def test_a_clock_explains_no_more_than_it_can(clock: int, most: float) -> None:
+    """Faults: 5 % of the clock blamed for attention that takes twice as long; a higher one too."""
+    before, after = explain_record(), explain_record()
+    attention = before["stages"]["verify"]["components"]["attention"]
+    held(after, clock)
+    grown(after, "verify", "attention", attention)
+    found = compare(before, after)
+    causes = {cause["name"]: cause["ms"] for cause in found["causes"]}
+    assert found["causes"][0]["name"] == "verify: attention"
+    assert 0 <= causes["GPU clock at work"] <= most * sum(causes.values())
+    told = sum(causes.values()) + found["smaller_ms"]
+    assert told == pytest.approx(found["difference_ms"])
 
 
 def test_records_without_cycles_or_stages() -> None:

@@ -40,7 +40,7 @@ class TritonAttention:
         verify: str = "decode",
         programs: int | None = None,
         splits: int | None = None,
-        workspace_bytes: int | None = None,
+        workspace_bytes: int = USUAL_BYTES,
     ) -> None:
         """With `deterministic` a node of a tree has the bits of its path alone, at some cost.
 
@@ -56,8 +56,7 @@ class TritonAttention:
         self.programs, self.whole = programs, verify == "prefill"
         self.splits = splits
         self.layout = Layout(shape=pool.shape, page_size=pool.page_size)
-        size = workspace_bytes or USUAL_BYTES
-        self.workspace = Workspace.of(pool.shape, pool.k.dtype, device, size)
+        self.workspace = Workspace.of(pool.shape, pool.k.dtype, device, workspace_bytes)
 
     def programs_for(self, mode: ForwardMode) -> int:
         """Programs that a pass may use to share a request's keys; 1: they are not shared."""

@@ -296,8 +296,9 @@ def make_plan(
     crowded = in_tree or (across and 2 * launched > programs and tile == 64)
     merge = tree != RANKS and parts > 1 and tile < 64 and tile * values <= FUSED_SUMS
     behind, sums = parts > 1 and not merge, launched // parts * tile * values
-    once = tile == 64 or rows <= FEW_ROWS or tree == RANKS  # columns that few rows lie across
-    stands = tree != RANKS if latent else across and once
+    # across: rows that are there once, few that are there several times, nodes of a tree
+    suits = tile == 64 or rows <= FEW_ROWS or tree == RANKS
+    stands = tree != RANKS if latent else across and suits
     abreast = stands and num_new <= MAX_NODES and sums <= MERGED_ABREAST * programs << across
     abreast &= at_once[0] * heads * block_of(at_once[1] * tile) * slots <= room
     soon = _comes_soon(sums, across, abreast, latent and longest > SHORT)

@@ -4,18 +4,18 @@ The difference of the two cycles is the sum of its cells: device time by stage a
 time by stage, waiting for the slowest rank. Where both runs tell their accept length the unit is
 milliseconds a token, and the accept length is a cell too: with cycle c and accept length l,
 c'/l' - c/l = (c' - c)/l' + c (1/l' - 1/l). A fact that differs (`differences.py`) takes the cells
-that it can explain; a cell that no fact takes is a cause of its own. What the cells leave is
-unexplained, and said.
+that it can explain, as far as it can; what of a cell no fact takes is a cause of its own. What the
+cells leave is unexplained, and said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eyas.report.components import ALL_REDUCE, IDLE
-from eyas.report.differences import ACCEPT_LENGTH, WAITING, facts
+from eyas.report.differences import ACCEPT_LENGTH, WAITING, Fact, facts
 from eyas.report.records import kind_of, stamped
 
 SMALL = 0.005
@@ -156,14 +156,24 @@ def _causes(
     causes = []
     for fact in facts(a, b):
         own = [cell for cell in left if fact.claims(cell.stage, cell.part)]
-        left = [cell for cell in left if cell not in own]
-        ms = sum(cell.ms for cell in own)
+        rest = [replace(cell, ms=cell.ms - _explained(cell, fact)) for cell in own]
+        ms = sum(cell.ms for cell in own) - sum(cell.ms for cell in rest)
+        left = [cell for cell in left if cell not in own] + [cell for cell in rest if cell.ms]
         causes.append({"name": fact.name, "ms": ms, "evidence": fact.evidence})
     small = [cell for cell in left if abs(cell.ms) < SMALL * size]
     for cell in left:
         if cell not in small:
             causes.append({"name": cell.name, "ms": cell.ms, "evidence": _evidence(a, b, cell)})
     return causes, sum(cell.ms for cell in small)
+
+
+def _explained(cell: Cell, fact: Fact) -> float:
+    """How much of a cell's ms a fact that claims it can explain."""
+    change = cell.after - cell.before
+    if fact.longer is None or change == 0:
+        return cell.ms
+    share = fact.longer * cell.before / change
+    return cell.ms * min(max(share, 0.0), 1.0)
 
 
 def _evidence(a: Record, b: Record, cell: Cell) -> str:

@@ -30,6 +30,8 @@ class Fact:
     name: str
     evidence: str
     claims: Claims
+    longer: float | None = None
+    """How much longer than before it can let a part take, as a share; None: however much."""
 
 
 SHARE = 0.02
@@ -69,6 +71,7 @@ def _nothing(_: str, __: str) -> bool:
 
 
 EXPLAINS: tuple[tuple[str, Claims], ...] = (
+    (r"(^|\.)gpus\.\d+\.id$", _nothing),
     (r"nccl|p2p|peer|nvlink|topology|all_?reduce|gloo|infiniband|\bib\b", _all_reduce),
     (r"clock|throttl|power", _device),
     (r"^model$|dtype|quant|(^|\.)tp$|gpus?\b|\bcpu|device kind|threads", _cycle),
@@ -78,7 +81,8 @@ EXPLAINS: tuple[tuple[str, Claims], ...] = (
 )
 """Which parts a flag or a setting can explain, by its name; others explain nothing by themselves.
 
-A commit or a library's version may change anything, so it is said and not blamed.
+A commit, a library's version or another GPU of a kind may change anything, so it is said and not
+blamed.
 """
 
 
@@ -116,7 +120,7 @@ def _clock(a: Record, b: Record) -> Iterator[Fact]:
         return
     held = " and ".join((after if new < old else before)["held_by"])
     evidence = f"{old:,} -> {new:,} MHz" + (f", held by {held}" if held else "")
-    yield Fact(name="GPU clock at work", evidence=evidence, claims=_device)
+    yield Fact(name="GPU clock at work", evidence=evidence, claims=_device, longer=old / new - 1)
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
